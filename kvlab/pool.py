@@ -1,0 +1,126 @@
+"""The paged KV pool: one tensor for all layers, addressed by block id.
+
+Knows tensors and where a block's bytes lie. Does not know who owns a block, models, or tiers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["TORCH_DTYPES", "BlockPool", "KVLayout"]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What one block is: `block_size` tokens × all layers × (K, V) × heads × head_dim.
+
+    `order` "block_major" keeps one block of all layers contiguous; "layer_major" keeps a layer's blocks together
+    (what most engines had first: the layouts lesson compares the two).
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    order: Literal["block_major", "layer_major"] = "block_major"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "block_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected a positive integer")
+        if self.dtype not in TORCH_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; a pool holds {', '.join(TORCH_DTYPES)}")
+        if self.row_bytes % 16:
+            raise ValueError(f"a row of {self.row_bytes} bytes is not a multiple of 16; use a larger block_size")
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row: K or V of one layer in one block."""
+        return self.block_size * self.kv_heads * self.head_dim * TORCH_DTYPES[self.dtype].itemsize
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, K and V."""
+        return 2 * self.layers * self.row_bytes
+
+
+class BlockPool:
+    """`num_blocks` blocks of KV in one tensor of rows. Owns the bytes; block ids come from a `BlockAllocator`.
+
+    Row order, block-major: ((block · layers) + layer) · 2 + (0 for K, 1 for V); layer-major: ((layer · num_blocks) +
+    block) · 2 + kv. A row is [block_size, kv_heads, head_dim], so keys of consecutive blocks gather
+    into [tokens, kv_heads, head_dim] without a further copy. `poison` fills freed blocks with NaN.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: str | torch.device = "cpu", poison: bool = False):
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.poison = poison
+        dtype = TORCH_DTYPES[layout.dtype]
+        row_elements = layout.row_bytes // dtype.itemsize
+        rows = num_blocks * layout.layers * 2
+        fill = float("nan") if poison else 0.0
+        # [rows, block_size · kv_heads · head_dim]; filled, so that pages are mapped before anything is timed.
+        self.rows = torch.full((rows, row_elements), fill, dtype=dtype, device=device)
+        # [num_blocks · block_size · …] for writes by slot: one [kv_heads · head_dim] vector per token.
+        self._vectors = self.rows.view(rows * layout.block_size, layout.kv_heads * layout.head_dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def row_index(self, layer: int, kv: int, blocks: Tensor) -> Tensor:
+        """Row ids of K (`kv` 0) or V (1) of `layer` in `blocks` [n] (int64) → [n]."""
+        if self.layout.order == "block_major":
+            return (blocks * self.layout.layers + layer) * 2 + kv
+        return (blocks + layer * self.num_blocks) * 2 + kv
+
+    def group_index(self, blocks: Tensor, start: int, stop: int) -> Tensor:
+        """Row ids of layers [start, stop) of `blocks` [n], block by block → [n · (stop − start) · 2]."""
+        layers = torch.arange(start, stop, device=blocks.device)
+        kv = torch.arange(2, device=blocks.device)
+        if self.layout.order == "block_major":
+            first = (blocks[:, None] * self.layout.layers + layers) * 2
+        else:
+            first = (blocks[:, None] + layers * self.num_blocks) * 2
+        return (first[:, :, None] + kv).flatten()
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store K and V [T, kv_heads, head_dim] of `layer` at `slots` [T] (block · block_size + offset)."""
+        size = self.layout.block_size
+        blocks, offsets = slots // size, slots % size
+        for kv, values in ((0, k), (1, v)):
+            vectors = self.row_index(layer, kv, blocks) * size + offsets
+            self._vectors.index_copy_(0, vectors, values.flatten(1))
+
+    def read(self, layer: int, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """K and V of the first `tokens` positions in `blocks` [n] → two [tokens, kv_heads, head_dim], copied."""
+        shape = (-1, self.layout.kv_heads, self.layout.head_dim)
+        k, v = (self.rows.index_select(0, self.row_index(layer, kv, blocks)).view(shape)[:tokens] for kv in (0, 1))
+        return k, v
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block over all layers (copy-on-write)."""
+        ids = torch.tensor([source, target], device=self.device)
+        source_rows, target_rows = self.group_index(ids, 0, self.layout.layers).view(2, -1)
+        self.rows.index_copy_(0, target_rows, self.rows.index_select(0, source_rows))
+
+    def freed(self, blocks: list[int]) -> None:
+        """Tell the pool that blocks were freed; with `poison` they become NaN, so that a stale table is seen."""
+        if self.poison and blocks:
+            index = self.group_index(torch.tensor(blocks, device=self.device), 0, self.layout.layers)
+            self.rows.index_fill_(0, index, float("nan"))
