@@ -1,0 +1,166 @@
+"""A machine predicts what its curves say, survives JSON, and refuses files that are not one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlab.arch import ModelArch
+from kvlab.arithmetic import attention_flops, linear_flops
+from kvlab.machine import SCHEMA, Curve, Link, Machine, Prefill, PrefillSeen, TransferSeen
+
+ARCH = ModelArch.preset("smollm2-135m")
+
+
+def a_machine(**changes) -> Machine:
+    machine = Machine(
+        name="test",
+        prefill=Prefill(
+            per_chunk_s=0.004,
+            linear_flops_per_s=Curve(((1, 2e10), (16, 5e10), (256, 1.2e11))),
+            attention_flops_per_s=Curve(((16, 1e10), (512, 6e10))),
+            calibrated_on="smollm2-135m",
+        ),
+        links={
+            "host": {"load": Link(Curve(((1e4, 1.0), (1e8, 10.0))), per_request_s=1e-4, per_block_s=1e-6)},
+            "slow": {"load": Link(Curve(((1.0, 0.02),)), per_request_s=1e-3)},
+        },
+    )
+    return replace(machine, **changes)
+
+
+@given(st.floats(1, 1e12))
+def test_a_curve_stays_between_its_points_and_is_flat_outside(size):
+    curve = Curve(((1e3, 2.0), (1e6, 8.0)))
+    value = curve(size)
+    assert 2.0 <= value <= 8.0 + 1e-9
+    if size <= 1e3:
+        assert value == 2.0
+    if size >= 1e6:
+        assert value == 8.0
+
+
+def test_a_curve_is_straight_in_log_log():
+    assert Curve(((1e2, 1.0), (1e4, 100.0)))(1e3) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    "points", [(), ((1, 0),), ((0, 1),), ((2, 1), (1, 1)), ((1, float("nan")),), ((1, float("inf")),)]
+)
+def test_a_curve_refuses_points_that_mean_nothing(points):
+    with pytest.raises(ValueError, match="curve"):
+        Curve(points)
+
+
+def test_transfer_time_is_the_sum_of_its_parts():
+    link = Link(Curve(((1.0, 2.0),)), per_request_s=0.1, per_block_s=0.01, per_copy_s=0.001, copy="block")
+    assert link.transfer_s(8 * 10**9, 4, 32) == pytest.approx(0.1 + 4 * 0.01 + 4 * 0.001 + 4.0)
+    assert link.transfer_s(8 * 10**9, 4, 32, share=0.5) == pytest.approx(0.1 + 4 * 0.01 + 4 * 0.001 + 8.0)
+    assert link.transfer_s(0, 0, 32) == 0.0
+
+
+def test_the_bandwidth_is_that_of_the_size_really_copied():
+    curve = Curve(((1e3, 1.0), (1e6, 10.0)))
+    total, blocks, layers = 4_000_000, 4, 1000
+    sizes = {
+        copy: Link(curve, copy=copy).copy_bytes(total, blocks, layers) for copy in ("request", "block", "layer_block")
+    }
+    assert sizes == {"request": 4e6, "block": 1e6, "layer_block": 1e3}
+    assert Link(curve, copy="layer_block").transfer_s(total, blocks, layers) == pytest.approx(4e-3)
+    assert Link(curve, copy="block").transfer_s(total, blocks, layers) == pytest.approx(4e-4)
+    assert Link(curve, max_copy_bytes=1000).copy_bytes(total, blocks, layers) == 1000
+
+
+def test_ranks_that_share_a_link_share_its_bandwidth():
+    link = Link(Curve(((1.0, 8.0),)), ranks_per_link=4)
+    assert link.rate_gb_per_s(1e6, ranks=1) == 8
+    assert link.rate_gb_per_s(1e6, ranks=4) == 2
+    assert link.rate_gb_per_s(1e6, ranks=8) == 2
+
+
+def test_prefill_time_is_fixed_plus_linear_plus_attention_plus_head():
+    machine = a_machine()
+    expected = (
+        0.004 + linear_flops(ARCH, 512) / 1.2e11 + attention_flops(ARCH, 512, 1024) / 6e10 + 2 * ARCH.head_macs / 2e10
+    )
+    assert machine.prefill_s(ARCH, 512, 1024) == pytest.approx(expected)
+
+
+def test_chunks_pay_the_fixed_part_each():
+    machine = a_machine()
+    chunked = replace(machine, prefill=replace(machine.prefill, chunk_tokens=256))
+    assert chunked.prefill_s(ARCH, 0, 1024) - machine.prefill_s(ARCH, 0, 1024) > 3 * 0.004 * 0.999
+
+
+def test_json_round_trip(tmp_path):
+    machine = a_machine()
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(machine.to_dict()), encoding="utf-8")
+    assert Machine.load(path) == machine
+    # A record that holds a machine is one, too.
+    path.write_text(json.dumps({"schema": "kvlab.crossover/1", "machine": machine.to_dict()}), encoding="utf-8")
+    assert Machine.load(path) == machine
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(schema="kvlab.machine/99"), "schema 'kvlab.machine/99'"),
+        (lambda d: d["prefill"].pop("linear_flops_per_s"), "linear_flops_per_s"),
+        (lambda d: d["links"]["host"].pop("load"), "links.host.load"),
+        (lambda d: d["links"]["host"]["load"].pop("gb_per_s"), "gb_per_s"),
+        (lambda d: d["links"]["host"]["load"].update(gb_per_s=[]), "curve"),
+        (lambda d: d["links"]["host"]["load"].update(gbps=3), "gbps"),
+        (lambda d: d.pop("links"), "links"),
+        (lambda d: d.update(prefill=3), "not a kvlab machine"),
+    ],
+)
+def test_a_file_that_is_not_a_machine_is_refused_by_name(tmp_path, change, message):
+    data = a_machine().to_dict()
+    change(data)
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        Machine.load(path)
+
+
+def test_other_refusals_say_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match="kvlab calibrate"):
+        Machine.load(tmp_path / "missing.json")
+    with pytest.raises(ValueError, match="no machine file or profile"):
+        Machine.load("abacus")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        Machine.load(broken)
+    broken.write_text(json.dumps([SCHEMA]), encoding="utf-8")
+    with pytest.raises(ValueError, match="schema 'list'"):
+        Machine.load(broken)
+    with pytest.raises(ValueError, match="it knows host, slow"):
+        a_machine().link("tape")
+    with pytest.raises(ValueError, match="no 'store' curve"):
+        a_machine().link("host", "store")
+
+
+def test_a_machine_learns_from_what_it_sees():
+    machine = a_machine()
+    before_s = machine.prefill_s(ARCH, 0, 512)
+    once = machine.updated(PrefillSeen(ARCH, 0, 512, 2 * before_s), weight=0.5)
+    assert once.prefill_s(ARCH, 0, 512) == pytest.approx(before_s * 2**0.5)
+    learnt = machine
+    for _ in range(60):
+        learnt = learnt.updated(PrefillSeen(ARCH, 0, 512, 2 * before_s))
+        learnt = learnt.updated(TransferSeen("slow", "load", 10**6, 3, 30, 0.5))
+    assert learnt.prefill_s(ARCH, 0, 512) == pytest.approx(2 * before_s, rel=0.01)
+    assert learnt.link("slow").transfer_s(10**6, 3, 30) == pytest.approx(0.5, rel=0.01)
+    assert learnt.link("host") == machine.link("host"), "an observation of one link says nothing about another"
+    assert learnt.prefill.spread < machine.prefill.spread, "sixty equal observations leave little spread"
+    with pytest.raises(ValueError, match="positive"):
+        machine.updated(PrefillSeen(ARCH, 0, 512, 0.0))
+
+
+def test_another_shape_is_an_extrapolation():
+    assert not a_machine().extrapolated(ARCH)
+    assert a_machine().extrapolated(ModelArch.preset("llama-3.1-8b"))

@@ -1,0 +1,257 @@
+"""The decision is its arithmetic: both times, the flips over whole blocks, the break-even speed, the best split."""
+
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvlab.arch import ModelArch
+from kvlab.arithmetic import kv_bytes
+from kvlab.machine import Curve, Link, Machine, Prefill
+from kvlab.storing import storing
+from kvlab.verdict import Crossing, crossings_of, decide, interpolated_crossover, settled_crossover
+
+TINY = ModelArch.preset("tiny")
+
+
+def machine(gb_per_s=0.02, overhead_s=0.0, fixed_s=0.0, linear=1e9, attention=1e9, slowdown=0.0, spread=0.1) -> Machine:
+    return Machine(
+        "test",
+        Prefill(fixed_s, Curve(((1.0, linear),)), Curve(((1.0, attention),)), "tiny", spread=spread),
+        {
+            "host": {
+                "load": Link(
+                    Curve(((1.0, gb_per_s),)), per_request_s=overhead_s, decode_slowdown=slowdown, spread=spread
+                )
+            }
+        },
+    )
+
+
+machines = st.builds(
+    machine,
+    gb_per_s=st.floats(1e-4, 1.0),
+    overhead_s=st.floats(0, 0.1),
+    fixed_s=st.floats(0, 0.05),
+    linear=st.floats(1e8, 1e11),
+    attention=st.floats(1e8, 1e11),
+)
+
+
+@given(machines, st.integers(0, 2000), st.integers(1, 200), st.sampled_from([1, 8, 16, 64]))
+def test_both_times_are_the_stated_sums(m, prefix, suffix, block):
+    verdict = decide(TINY, m, prefix=prefix, suffix=suffix, block_size=block, queued_bytes=10_000)
+    kept = prefix // block * block
+    link = m.link("host")
+    size = kv_bytes(TINY, kept, "bf16")
+    reload_s = (size + 10_000) / link.gb_per_s(1) / 1e9 + link.per_request_s if kept else 0.0
+    assert verdict.ttft_reload_s == pytest.approx(reload_s + m.prefill_s(TINY, kept, prefix + suffix))
+    assert verdict.ttft_recompute_s == pytest.approx(m.prefill_s(TINY, 0, prefix + suffix))
+    assert verdict.choice in ("reload", "recompute")
+    if verdict.choice == "reload":
+        assert verdict.cost_reload_s < verdict.cost_recompute_s
+        assert kept > 0
+
+
+@settings(max_examples=30)
+@given(machines, st.integers(1, 64), st.sampled_from([64, 256]))
+def test_crossings_equal_a_dense_scan_over_whole_blocks(m, suffix, block):
+    verdict = decide(TINY, m, prefix=block, suffix=suffix, block_size=block)
+    lengths = list(range(block, TINY.max_positions - suffix + 1, block))
+    wins = []
+    for prefix in lengths:
+        one = decide(TINY, m, prefix=prefix, suffix=suffix, block_size=block)
+        wins.append(one.ttft_reload_s < one.ttft_recompute_s)
+    changes = [(lengths[i], wins[i]) for i in range(1, len(wins)) if wins[i] != wins[i - 1]]
+    assert [(c.tokens, c.winner_above == "reload") for c in verdict.crossings] == changes
+    if all(wins):
+        assert verdict.crossover_tokens == 0
+    elif not wins[-1]:
+        assert verdict.crossover_tokens is None
+    else:
+        assert verdict.crossover_tokens == changes[-1][0]
+
+
+@given(machines, st.integers(16, 4000), st.integers(1, 64), st.integers(1, 8))
+def test_at_the_break_even_speed_the_two_times_tie(m, prefix, suffix, groups):
+    load = {"queued_bytes": 5000, "link_share": 0.5, "overlap_groups": groups}
+    verdict = decide(TINY, m, prefix=prefix, suffix=suffix, **load)
+    speed = verdict.break_even_gb_per_s
+    if math.isinf(speed):
+        fast = decide(
+            TINY,
+            m.with_link("host", Link(Curve(((1.0, 1e9),)), per_request_s=m.link("host").per_request_s)),
+            prefix=prefix,
+            suffix=suffix,
+            overlap_groups=groups,
+        )
+        assert fast.ttft_reload_s >= fast.ttft_recompute_s * (1 - 1e-9)
+        return
+    assume(1e-12 < speed < 1e12)
+    tied = m.with_link("host", Link(Curve(((1.0, speed),)), per_request_s=m.link("host").per_request_s))
+    again = decide(TINY, tied, prefix=prefix, suffix=suffix, **load)
+    assert again.ttft_reload_s == pytest.approx(again.ttft_recompute_s, rel=1e-6)
+
+
+@settings(max_examples=40)
+@given(machines, st.integers(32, 1500))
+def test_the_split_is_the_best_of_all_heads(m, prefix):
+    verdict = decide(TINY, m, prefix=prefix, suffix=8)
+    blocks, link = verdict.reload_tokens // 16, m.link("host")
+    rest_s = m.prefill_s(TINY, blocks * 16, prefix + 8)
+
+    def split_s(head):
+        tail_bytes = kv_bytes(TINY, blocks * 16, "bf16") - kv_bytes(TINY, head * 16, "bf16")
+        return max(link.transfer_s(tail_bytes, blocks - head, 2), m.prefill_s(TINY, 0, head * 16)) + rest_s
+
+    best = min((split_s(head) for head in range(1, blocks)), default=math.inf)
+    whole = min(verdict.ttft_reload_s, verdict.ttft_recompute_s)
+    if verdict.split is None:
+        assert best >= whole * (1 - 1e-9)
+    else:
+        assert verdict.split.ttft_s == pytest.approx(best)
+        assert verdict.split.recompute_tokens + verdict.split.reload_tokens == blocks * 16
+        assert verdict.split.ttft_s < whole
+
+
+def test_split_is_chosen_only_when_allowed():
+    m = machine(gb_per_s=0.002, linear=2e9)
+    plain = decide(TINY, m, prefix=1024, suffix=8)
+    assert plain.split is not None
+    assert plain.choice != "split"
+    assert decide(TINY, m, prefix=1024, suffix=8, allow_split=True).choice == "split"
+
+
+def test_there_can_be_no_flip_one_or_two():
+    # Overhead loses at short prefixes; a fast attention-free machine and a slow link lose again at long ones.
+    assert decide(TINY, machine(gb_per_s=10.0), prefix=16, suffix=16).crossings == []
+    one = decide(TINY, machine(gb_per_s=10.0, overhead_s=0.02), prefix=16, suffix=16)
+    assert [c.winner_above for c in one.crossings] == ["reload"]
+    # A pass of more than 512 rows runs three times as fast: reload wins below, recompute in the middle, reload above.
+    steps = Curve(((500.0, 1e9), (520.0, 3e9)))
+    kinked = Machine(
+        "kinked",
+        Prefill(0.0, steps, Curve(((1.0, 3e10),)), "tiny"),
+        {"host": {"load": Link(Curve(((1.0, 0.0038),)))}},
+    )
+    assert len(decide(TINY, kinked, prefix=16, suffix=16).crossings) >= 2
+
+
+def test_a_prefix_without_a_whole_block_is_recomputed():
+    verdict = decide(TINY, machine(gb_per_s=1e6), prefix=15, suffix=4, block_size=16)
+    assert verdict.choice == "recompute"
+    assert verdict.reload_tokens == 0
+    assert "no whole block" in verdict.reason
+    assert verdict.break_even_gb_per_s == math.inf
+
+
+def test_a_wholly_cached_prompt_still_computes_its_last_token():
+    verdict = decide(TINY, machine(gb_per_s=1e6), prefix=64, suffix=0, block_size=16)
+    assert verdict.reload_tokens == 48
+    assert verdict.suffix_s > 0
+
+
+def test_load_on_the_link_moves_the_choice():
+    m = machine(gb_per_s=0.02)
+    idle = decide(TINY, m, prefix=2048, suffix=16)
+    assert idle.choice == "reload"
+    assert decide(TINY, m, prefix=2048, suffix=16, queued_bytes=10**8).choice == "recompute"
+    assert decide(TINY, m, prefix=2048, suffix=16, link_share=0.001).choice == "recompute"
+
+
+def test_delay_to_active_decodes_is_priced_in_both_arms():
+    m = machine(gb_per_s=0.0005, slowdown=0.1)
+    idle = decide(TINY, m, prefix=1024, suffix=16)
+    assert idle.choice == "recompute"
+    # Recompute holds the accelerator for its whole prefill, a reload only for the suffix and a tenth of the copy.
+    busy = decide(TINY, m, prefix=1024, suffix=16, decode_delay_value=10.0)
+    assert busy.cost_recompute_s == pytest.approx(busy.ttft_recompute_s * 11)
+    assert busy.cost_reload_s == pytest.approx(busy.ttft_reload_s + 10 * (busy.suffix_s + 0.1 * busy.reload_s))
+
+
+@given(machines, st.integers(16, 2000), st.integers(1, 200), st.integers(1, 30))
+def test_overlap_is_a_pipeline_of_layer_groups(m, prefix, suffix, groups):
+    verdict = decide(TINY, m, prefix=prefix, suffix=suffix, overlap_groups=groups)
+    arrived = computed = 0.0
+    for _ in range(groups):  # group i is computed when it has arrived and group i - 1 is computed
+        arrived += verdict.reload_s / groups
+        computed = max(arrived, computed) + verdict.suffix_s / groups
+    assert verdict.ttft_reload_s == pytest.approx(computed)
+    assert verdict.ttft_reload_s >= max(verdict.reload_s, verdict.suffix_s) * (1 - 1e-9)
+
+
+def test_storing_pays_when_the_return_is_likely_enough():
+    m = machine(gb_per_s=0.05)
+    store = Link(Curve(((1.0, 0.01),)), decode_slowdown=0.5)
+    m = m.with_link("host", m.link("host"), store)
+    verdict = decide(TINY, m, prefix=1024, suffix=16)
+    priced = storing(verdict)
+    assert priced.store_s == pytest.approx(verdict.kv_bytes / 1e7)
+    assert priced.break_even_return_chance == pytest.approx(0.5 * priced.store_s / priced.saved_s)
+    assert priced.saved_s == pytest.approx(verdict.ttft_recompute_s - verdict.ttft_reload_s)
+    assert priced.break_even_idle_gap_s == pytest.approx(priced.store_s + verdict.reload_s)
+    likely = priced.break_even_return_chance
+    assert priced.worth_it(likely * 1.01)
+    assert not priced.worth_it(likely * 0.99)
+    assert not priced.worth_it(likely * 1.01, idle_gap_s=priced.store_s)
+
+
+def test_storing_what_will_be_recomputed_never_pays():
+    slow = machine(gb_per_s=1e-5)
+    slow = slow.with_link("host", slow.link("host"), slow.link("host"))
+    assert not storing(decide(TINY, slow, prefix=1024, suffix=16)).worth_it()
+
+
+def test_too_close_means_inside_the_spread():
+    m = machine(spread=0.1)
+    verdict = decide(TINY, m, prefix=1024, suffix=16)
+    speed = verdict.break_even_gb_per_s
+    assert decide(TINY, machine(gb_per_s=speed * 1.02), prefix=1024, suffix=16).too_close
+    assert not decide(TINY, machine(gb_per_s=speed * 10), prefix=1024, suffix=16).too_close
+
+
+def test_explain_shows_numbers_that_add_up_by_hand():
+    text = decide(TINY, machine(), prefix=1024, suffix=16).explain()
+    assert "64 blocks of 16" in text
+    assert "20.0 MB/s (160 Mb/s)" in text
+    assert "time to first token by reload" in text
+    assert text.splitlines()[-1].startswith(("reload: ", "recompute: "))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefix": -1}, "prefix -1"),
+        ({"prefix": 0, "suffix": 0}, "at least 1 token"),
+        ({"prefix": 9000}, "beyond the 8192 positions"),
+        ({"block_size": 0}, "block_size 0"),
+        ({"link_share": 0.0}, "link_share 0.0"),
+        ({"tier": "tape"}, "no link to tier 'tape'"),
+    ],
+)
+def test_bad_input_is_refused_with_its_value(changes, message):
+    with pytest.raises(ValueError, match=message):
+        decide(TINY, machine(), **{"prefix": 64, "suffix": 16, **changes})
+
+
+def test_measured_curves_flip_where_their_lines_cross():
+    tokens, reload_s, recompute_s = [100, 200, 400], [2.0, 2.0, 2.0], [1.0, 1.5, 3.5]
+    assert crossings_of(tokens, reload_s, recompute_s) == [Crossing(400, "reload")]
+    assert settled_crossover(tokens, reload_s, recompute_s) == 400
+    assert interpolated_crossover(tokens, reload_s, recompute_s) == pytest.approx(250)
+    assert interpolated_crossover(tokens, [0.5] * 3, recompute_s) == 0
+    assert interpolated_crossover(tokens, [9.0] * 3, recompute_s) is None
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=12))
+def test_the_settled_crossover_is_the_start_of_the_last_run_of_wins(pairs):
+    tokens = [16 * (i + 1) for i in range(len(pairs))]
+    a, b = [p[0] for p in pairs], [p[1] for p in pairs]
+    at = settled_crossover(tokens, a, b)
+    if at is None:
+        assert a[-1] >= b[-1]
+    else:
+        start = 0 if at == 0 else tokens.index(at)
+        assert all(a[i] < b[i] for i in range(start, len(a)))
+        assert at == 0 or a[start - 1] >= b[start - 1]
