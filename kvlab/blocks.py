@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["BlockAllocator", "BlockTable", "OutOfBlocks", "blocks_for"]
+__all__ = ["BlockAllocator", "BlockTable", "OutOfBlocksError", "blocks_for"]
 
 
-class OutOfBlocks(RuntimeError):
+class OutOfBlocksError(RuntimeError):
     """More blocks were asked for than are free; nothing was taken."""
 
 
@@ -82,11 +82,11 @@ class BlockAllocator:
         return blocks_for(tokens, self.block_size) - len(table.blocks) <= len(self._free)
 
     def grow(self, table: BlockTable, tokens: int) -> list[int]:
-        """Extend `table` to hold `tokens` tokens; returns the new blocks. All or nothing: raises OutOfBlocks."""
+        """Extend `table` to hold `tokens` tokens; returns the new blocks. All or nothing: raises OutOfBlocksError."""
         self._own(table)
         need = blocks_for(tokens, self.block_size) - len(table.blocks)
         if need > len(self._free):
-            raise OutOfBlocks(f"{need} more blocks are needed, {len(self._free)} of {self.num_blocks} are free")
+            raise OutOfBlocksError(f"{need} more blocks are needed, {len(self._free)} of {self.num_blocks} are free")
         new = [self._free.pop() for _ in range(need)]
         for block in new:
             self._ref_count[block] = 1
@@ -115,7 +115,7 @@ class BlockAllocator:
     def writable(self, table: BlockTable, position: int) -> tuple[int, int] | None:
         """Make the block of `position` private to `table`.
 
-        Returns (old, new) when it was shared: the caller copies the bytes old → new before writing. Raises OutOfBlocks.
+        Returns (old, new) when it was shared: the caller copies the bytes old → new first. Raises OutOfBlocksError.
         """
         self._own(table)
         index = position // self.block_size
@@ -123,7 +123,7 @@ class BlockAllocator:
         if self._ref_count[old] == 1:
             return None
         if not self._free:
-            raise OutOfBlocks(f"block {old} is shared and no block is free to copy it into")
+            raise OutOfBlocksError(f"block {old} is shared and no block is free to copy it into")
         new = self._free.pop()
         self._ref_count[old] -= 1
         self._ref_count[new] = 1
@@ -144,7 +144,7 @@ class BlockAllocator:
         return freed
 
     def check_integrity(self) -> None:
-        """Assert that free + held = total, no block is twice in the free list, and counts equal the tables' holdings."""
+        """Assert that free + held = total, no block is free twice, and counts equal the tables' holdings."""
         held: Counter[int] = Counter()
         for table in self._tables.values():
             assert len(set(table.blocks)) == len(table.blocks), f"a table holds a block twice: {table.blocks}"

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["TORCH_DTYPES", "BlockPool", "KVLayout"]
+__all__ = ["TORCH_DTYPES", "BlockPool", "KVLayout", "LayerGroups"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -66,7 +66,9 @@ class BlockPool:
     into [tokens, kv_heads, head_dim] without a further copy. `poison` fills freed blocks with NaN.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: str | torch.device = "cpu", poison: bool = False):
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: str | torch.device = "cpu", poison: bool = False
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.poison = poison
@@ -81,6 +83,7 @@ class BlockPool:
 
     @property
     def device(self) -> torch.device:
+        """Where the rows are."""
         return self.rows.device
 
     def row_index(self, layer: int, kv: int, blocks: Tensor) -> Tensor:
@@ -124,3 +127,32 @@ class BlockPool:
         if self.poison and blocks:
             index = self.group_index(torch.tensor(blocks, device=self.device), 0, self.layout.layers)
             self.rows.index_fill_(0, index, float("nan"))
+
+
+class LayerGroups:
+    """A pool's layers in `groups` runs that move apart, so that compute can begin before all have come.
+
+    `layers` [(start, stop)]: half-open, their lengths differ by one at most. `extents`: bytes of each group's part of
+    one block. Raises ValueError unless 1 <= groups <= layers.
+    """
+
+    def __init__(self, pool: BlockPool, groups: int) -> None:
+        layers = pool.layout.layers
+        if not 1 <= groups <= layers:
+            raise ValueError(f"groups is {groups}; expected 1 to {layers}, the number of layers")
+        self._pool = pool
+        self.layers = [(layers * g // groups, layers * (g + 1) // groups) for g in range(groups)]
+        layer_bytes = 2 * pool.layout.row_bytes
+        self.extents = tuple(layer_bytes * (stop - start) for start, stop in self.layers)
+        # 16-byte elements: index_select and index_copy_ move complex128 at memcpy speed, and bf16 at half of it.
+        self._rows = pool.rows.view(torch.complex128)
+        self._parts: list[Tensor] = []
+        if pool.layout.order == "block_major":
+            blocks = self._rows.view(pool.num_blocks, -1)  # [num_blocks, block_bytes / 16]
+            self._parts = [blocks[:, a * layer_bytes // 16 : b * layer_bytes // 16] for a, b in self.layers]
+
+    def rows(self, group: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """What to index, and with what, to reach `group` of `blocks` [n] (int64): whole extents where contiguous."""
+        if self._parts:
+            return self._parts[group], blocks
+        return self._rows, self._pool.group_index(blocks, *self.layers[group])

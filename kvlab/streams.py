@@ -1,0 +1,383 @@
+"""Streams: what runs beside compute, and the events that order it. The only file that knows CUDA streams and events.
+
+`CudaStreams`: a copy stream and pinned buffers. `ThreadStreams`: copies on the calling thread (a second thread of torch
+copies fights the compute threads for the cores), file I/O on one worker thread. Does not know pools or tiers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["CudaStreams", "Event", "Streams", "ThreadStreams", "copy_rows", "streams_for"]
+
+CopyOp = Literal["gather", "scatter"]
+
+_STAGING_BYTES = 32 << 20  # device staging of one CUDA copy; more goes in several, so that staging stays small
+_PARALLEL_ELEMENTS = 32768  # from here on ATen splits an operation over threads (at::internal::GRAIN_SIZE)
+_CLOSE_S = 10.0  # how long closing waits for the worker's last file
+
+
+class Event:
+    """One submitted job, as seen by those who wait for it. `op` is "compute", "gather", "scatter" or "io".
+
+    Seconds, each 0 until known: `queue_s` from submission to start (waits, busy lane), `enqueue_s` spent by the
+    submitting call itself, `device_s` running, `notice_s` from its end until the host waited for it.
+    """
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.submitted = time.perf_counter()
+        self.queue_s = self.enqueue_s = self.device_s = self.notice_s = 0.0
+        self.error: BaseException | None = None
+        self.ended = False
+        self._ended_s: float | None = None  # None: nothing to notice (compute), or already noticed
+
+    def done(self) -> bool:
+        """Whether it has ended, without waiting."""
+        return self.ended
+
+    def block(self) -> None:
+        """Block the host until it has ended. This kind runs where it is submitted, or when an adversary says so."""
+
+    def run(self, job: Callable[[], object], after: Iterable[Event] = ()) -> None:
+        """Run `job` here and now, and time it. What it raised, or what a job before it raised, is kept for `notice`."""
+        started = time.perf_counter()
+        self.queue_s = started - self.submitted
+        try:
+            for event in after:
+                if event.error is not None:
+                    raise event.error
+            job()
+        except BaseException as error:
+            self.error = error  # kept, not swallowed: raised where somebody waits
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C belongs to the caller
+        finally:
+            self._ended_s = time.perf_counter()
+            self.device_s = self._ended_s - started
+            self.ended = True
+
+    def notice(self) -> None:
+        """The host has seen that it ended: note how late, and raise what the job raised."""
+        if self._ended_s is not None:
+            self.notice_s, self._ended_s = time.perf_counter() - self._ended_s, None
+        if self.error is not None:
+            raise self.error
+
+
+class Streams(ABC):
+    """Jobs are submitted with the events they come `after`, and run in order within their lane.
+
+    Two lanes, copies (gather, scatter) and io; lanes and compute are ordered among each other by events alone.
+    Host memory that a job uses must stay untouched until its event has ended.
+    """
+
+    device = torch.device("cpu")
+
+    def gather(self, rows: Tensor, index: Tensor, out: Tensor, after: Sequence[Event]) -> Event:
+        """Copy `rows[index]` to host memory `out`.
+
+        rows [n, k] on the device (16-byte elements copy fastest), index [m] int64 on the CPU, out uint8, contiguous.
+        """
+        return self._copy("gather", rows, index, out, after)
+
+    def scatter(self, rows: Tensor, index: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+        """Copy host memory `source` to `rows[index]`. Shapes as for `gather`; no row may be named twice."""
+        return self._copy("scatter", rows, index, source, after)
+
+    @abstractmethod
+    def _copy(self, op: CopyOp, rows: Tensor, index: Tensor, host: Tensor, after: Sequence[Event]) -> Event: ...
+
+    @abstractmethod
+    def io(self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None) -> Event:
+        """Run a plain host function, such as file I/O; `fills` is the host memory that it overwrites, if any."""
+
+    @abstractmethod
+    def compute_event(self) -> Event:
+        """An event that ends when all compute launched so far has ended."""
+
+    @abstractmethod
+    def wait_compute(self, event: Event) -> None:
+        """Let compute launched from now on run after `event`."""
+
+    @abstractmethod
+    def wait_host(self, event: Event) -> None:
+        """Block until `event` has ended; raises what its job raised."""
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Host memory for copies, uint8 [nbytes]; pinned on CUDA, where a power of two wastes nothing."""
+        return torch.zeros(nbytes, dtype=torch.uint8).fill_(0)  # fill_: map the pages here, not inside a timed copy
+
+    def watch(self, rows: Tensor) -> None:  # noqa: B027  (most backends need not know)
+        """Tell the backend which memory compute writes (the adversaries of the tests keep snapshots of it)."""
+
+    def close(self) -> None:  # noqa: B027  (nothing to close without a thread)
+        """Finish queued jobs and stop the worker thread, if any."""
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_rows(rows: Tensor, index: Tensor, host: Tensor) -> Tensor:
+    """Host bytes seen as the [m, k] elements of `rows` that they are to come from or go to."""
+    return host.view(rows.dtype).view(index.shape[0], rows.shape[1])
+
+
+def copy_rows(op: CopyOp, rows: Tensor, index: Tensor, host: Tensor, *, one_core: bool = False) -> None:
+    """Gather or scatter where both sides are in CPU memory: one pass, no temporary.
+
+    `one_core`: in steps so small that torch does not wake its other threads, which would then spin on a core that
+    file I/O needs.
+    """
+    host_rows = _as_rows(rows, index, host)
+    count = index.shape[0]
+    step = max(1, (_PARALLEL_ELEMENTS - 1) // rows.shape[1]) if one_core else max(1, count)
+    for first in range(0, count, step):
+        ids, part = index, host_rows
+        if step < count:
+            ids, part = index[first : first + step], host_rows[first : first + step]
+        if op == "gather":
+            torch.index_select(rows, 0, ids, out=part)
+        else:
+            rows.index_copy_(0, ids, part)
+
+
+class _WorkerEvent(Event):
+    """A job on the worker thread."""
+
+    def __init__(self) -> None:
+        super().__init__("io")
+        self._flag = threading.Event()
+
+    def block(self) -> None:
+        self._flag.wait()
+
+    def run_after(self, job: Callable[[], object], after: Sequence[Event]) -> None:
+        """On the worker: wait for `after`, run, and wake who waits."""
+        try:
+            for other in after:
+                other.block()
+            self.run(job, after)
+        finally:
+            self._flag.set()
+
+
+class _Worker:
+    """One daemon thread that runs functions in order. It starts with the first of them and ends with its owner."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._stop: Callable[[], Any] | None = None
+        self._last: Event | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether jobs are running or waiting."""
+        return self._last is not None and not self._last.done()
+
+    def submit(self, job: Callable[[], object], after: Sequence[Event]) -> Event:
+        """Queue `job`, to run when all of `after` have ended."""
+        event = self._last = _WorkerEvent()
+        if self._stop is None:
+            thread = threading.Thread(target=self._loop, args=(self._jobs,), name="kvlab-io", daemon=True)
+            thread.start()
+            # Runs at interpreter exit as well, so that a file being written is finished and not cut off.
+            self._stop = weakref.finalize(self, _Worker._end, self._jobs, thread)
+        self._jobs.put(lambda: event.run_after(job, after))
+        event.enqueue_s = time.perf_counter() - event.submitted
+        return event
+
+    def close(self) -> None:
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+
+    @staticmethod
+    def _loop(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+        while (job := jobs.get()) is not None:
+            job()
+            del job  # or its buffers would live until the next one comes
+
+    @staticmethod
+    def _end(jobs: queue.SimpleQueue[Callable[[], object] | None], thread: threading.Thread) -> None:
+        jobs.put(None)
+        if thread is not threading.current_thread():
+            thread.join(_CLOSE_S)
+
+
+class ThreadStreams(Streams):
+    """CPU: gather and scatter run at once on the calling thread, io on one worker thread. Owns that thread."""
+
+    def __init__(self) -> None:
+        self._worker = _Worker()
+
+    def _copy(self, op: CopyOp, rows: Tensor, index: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
+        event = Event(op)
+        for other in after:
+            other.block()
+        event.run(lambda: copy_rows(op, rows, index, host, one_core=self._worker.busy), after)
+        event.enqueue_s = time.perf_counter() - event.submitted - event.queue_s - event.device_s
+        return event
+
+    def io(self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None) -> Event:  # noqa: ARG002
+        """Run it on the worker thread, after `after` and in order of submission."""
+        return self._worker.submit(job, after)
+
+    def compute_event(self) -> Event:
+        """An event that has ended: CPU compute is over when its call returns."""
+        event = Event("compute")
+        event.ended = True
+        return event
+
+    def wait_compute(self, event: Event) -> None:
+        """Block: compute is launched by the calling thread."""
+        event.block()
+
+    def wait_host(self, event: Event) -> None:
+        """Block until `event` has ended; raises what its job raised."""
+        event.block()
+        event.notice()
+
+    def close(self) -> None:
+        """Finish queued io and end the thread; a later `io` starts a new one."""
+        self._worker.close()
+
+
+class _CudaEvent(Event):
+    """Timed by the device: `asked` is recorded on an idle stream at submission, `start` and `end` on the lane."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__(op)
+        timed = op != "compute"
+        self.asked, self.start, self.end = (torch.cuda.Event(enable_timing=timed) for _ in range(3))  # type: ignore[no-untyped-call]
+        self.keeps: tuple[Tensor, ...] = ()  # memory that must not be reused before the end
+
+    def done(self) -> bool:
+        """Whether the device has passed it, without waiting."""
+        return self.ended or bool(self.end.query())  # type: ignore[no-untyped-call]
+
+    def block(self) -> None:
+        self.end.synchronize()
+
+    def settle(self) -> None:
+        """Block until the end, then read the clocks, once."""
+        self.block()
+        if not self.ended and self.op != "compute":
+            self.asked.synchronize()
+            self.queue_s = self.asked.elapsed_time(self.start) / 1e3
+            self.device_s = self.start.elapsed_time(self.end) / 1e3
+            self._ended_s = self.submitted + self.asked.elapsed_time(self.end) / 1e3
+        self.keeps = ()
+        self.ended = True
+
+
+class CudaStreams(Streams):
+    """CUDA: one copy stream; large copies between pinned host memory and device staging. Owns both.
+
+    Device temporaries are allocated and used on the copy stream alone, so that the caching allocator may hand them
+    out again in stream order. Raises ValueError without CUDA.
+    """
+
+    def __init__(self, device: str | torch.device = "cuda") -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("CudaStreams needs a CUDA device and found none; use ThreadStreams on a CPU")
+        self.device = torch.device(device)
+        self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # Always idle, so that an event recorded here ends when it is recorded.
+        self._clock = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._worker = _Worker()
+        self._pageable = False
+
+    def _copy(self, op: CopyOp, rows: Tensor, index: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
+        event = _CudaEvent(op)
+        event.asked.record(self._clock)
+        for other in after:
+            if isinstance(other, _CudaEvent):
+                self._copies.wait_event(other.end)
+            else:  # io ends on the host; a stream cannot wait for that
+                other.block()
+                event.error = event.error or other.error
+        pinned = index if self._pageable else index.pin_memory()
+        with torch.cuda.stream(self._copies):
+            event.start.record(self._copies)
+            ids = pinned.to(self.device, non_blocking=True)
+            host_rows = _as_rows(rows, index, host)
+            step = max(1, _STAGING_BYTES // (rows.shape[1] * rows.element_size()))
+            for first in range(0, index.shape[0], step):
+                part = slice(first, first + step)
+                if op == "gather":
+                    host_rows[part].copy_(rows.index_select(0, ids[part]), non_blocking=True)
+                else:
+                    rows.index_copy_(0, ids[part], host_rows[part].to(self.device, non_blocking=True))
+            event.end.record(self._copies)
+        rows.record_stream(self._copies)
+        event.keeps = (rows, pinned, host)
+        event.enqueue_s = time.perf_counter() - event.submitted
+        return event
+
+    def io(self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None) -> Event:  # noqa: ARG002
+        """Run it on the worker thread, which blocks for the device events in `after`."""
+        return self._worker.submit(job, after)
+
+    def compute_event(self) -> Event:
+        """Record the current stream of the calling thread."""
+        event = _CudaEvent("compute")
+        event.end.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait_compute(self, event: Event) -> None:
+        """Let the current stream of the calling thread wait; the host does not block, except for io."""
+        if isinstance(event, _CudaEvent):
+            torch.cuda.current_stream(self.device).wait_event(event.end)
+        else:
+            event.block()
+
+    def wait_host(self, event: Event) -> None:
+        """Block until `event` has ended; raises what its job raised."""
+        if isinstance(event, _CudaEvent):
+            event.settle()
+        event.block()
+        event.notice()
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Pinned memory, uint8 [nbytes]; pageable with one warning once pinning has failed."""
+        if not self._pageable:
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._pageable = True
+                warnings.warn(
+                    f"could not pin {nbytes} bytes of host memory ({error}); using pageable memory: copies are slower",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return super().buffer(nbytes)
+
+    def close(self) -> None:
+        """Finish copies and queued io, and end the thread."""
+        self._copies.synchronize()
+        self._worker.close()
+
+
+def streams_for(device: str | torch.device) -> Streams:
+    """The backend for a device: `CudaStreams` on CUDA, `ThreadStreams` on the CPU. Raises ValueError for others."""
+    kind = torch.device(device).type
+    if kind not in {"cpu", "cuda"}:
+        raise ValueError(f"device {kind!r} is not supported; use cpu or cuda")
+    return CudaStreams(device) if kind == "cuda" else ThreadStreams()

@@ -1,0 +1,427 @@
+"""Move blocks between the pool and a tier: which copies, in what order, after which waits, and what arrived whole.
+
+The waits, each of which has a test that fails without it. Offload: a gather after the compute that wrote its blocks,
+and after the write that last used its staging; the write after its gather; compute after the gather, before the blocks
+are reused. Reload: the check after its read; the scatter after the compute that last used its blocks; compute after the
+scatter; a read after the scatter that last used its staging. A failed read is a miss, never an exception.
+Does not know requests, models, or who owns a block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.fingerprint import Fingerprint
+from kvlab.pool import BlockPool, LayerGroups
+from kvlab.streams import Event, Streams
+from kvlab.tiers.base import PAGE, Geometry, Load, Piece, Staging, StagingBuffer, Store, Tier, checksum, sleep_until
+
+__all__ = ["Offload", "Pending", "Reload", "Transfer", "TransferReport"]
+
+_READS_AHEAD = 3  # one being copied, one being read, one queued so that the disk never waits for us
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What one transfer did. Seconds are sums over its jobs, except `wall_s` and `notice_s`.
+
+    `valid_blocks`: leading blocks that arrived whole and verified in every group (offload: that are in the tier now).
+    `bytes_moved`: bytes copied between pool and host; `copies`: gathers or scatters that moved them.
+    Copies: `queue_s` waiting for a turn, `enqueue_s` submitting, `device_s` copying. `io_s`: reading or writing files.
+    `verify_s`: checksums on the calling thread. `notice_s`: from the end of the last job until somebody looked.
+    """
+
+    tier: str
+    emulated: bool
+    blocks: int
+    valid_blocks: int
+    bytes_moved: int
+    copies: int
+    queue_s: float
+    enqueue_s: float
+    device_s: float
+    io_s: float
+    verify_s: float
+    notice_s: float
+    wall_s: float
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Pending(ABC):
+    """A transfer that has begun. `wait` ends it; until then its blocks stay with it."""
+
+    transfer: Transfer
+    tier: Tier
+    blocks: int
+    started: float = field(default_factory=time.perf_counter)
+    copies: list[Event] = field(default_factory=list)
+    ios: list[Event] = field(default_factory=list)
+    bytes_moved: int = 0
+    verify_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    report: TransferReport | None = None
+    error: OSError | None = None
+
+    def wait(self) -> TransferReport:
+        """Block until it is over and account for it. An offload raises TierError when the tier cannot be written."""
+        if self.report is None and self.error is None:
+            self._end()
+        if self.error is not None:
+            raise self.error
+        assert self.report is not None, "a transfer ended without a report"
+        return self.report
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    @abstractmethod
+    def _end(self) -> None: ...
+
+    def _close(self, valid_blocks: int) -> None:
+        streams = self.transfer.streams
+        last = (self.ios or self.copies)[-1:] if isinstance(self, Offload) else self.copies[-1:]
+        queue_s = enqueue_s = device_s = io_s = 0.0
+        for event in (*last, *self.copies, *self.ios):  # the last first: when it is over, how late was that seen?
+            streams.wait_host(event)
+        for event in self.copies:
+            queue_s += event.queue_s
+            enqueue_s += event.enqueue_s
+            device_s += event.device_s
+        for event in self.ios:
+            io_s += event.device_s
+        self.report = TransferReport(
+            tier=self.tier.name,
+            emulated=self.tier.emulated,
+            blocks=self.blocks,
+            valid_blocks=valid_blocks,
+            bytes_moved=self.bytes_moved,
+            copies=len(self.copies),
+            queue_s=queue_s,
+            enqueue_s=enqueue_s,
+            device_s=device_s,
+            io_s=io_s,
+            verify_s=self.verify_s,
+            notice_s=last[0].notice_s if last else 0.0,
+            wall_s=time.perf_counter() - self.started,
+            failures=tuple(self.failures),
+        )
+        self.copies, self.ios = [], []
+        self.transfer._open_transfers.remove(self)
+
+
+@dataclass(eq=False)
+class Offload(Pending):
+    """Blocks on their way to a tier."""
+
+    store: Store = field(kw_only=True)
+    held: int = field(kw_only=True)  # blocks of the call that are, or will be, in the tier
+
+    def wait_source(self) -> None:
+        """Let compute launched from now on reuse the source blocks."""
+        if self.copies:
+            self.transfer.streams.wait_compute(self.copies[-1])  # the lane is in order: the last is after all
+
+    def done(self) -> bool:
+        """Whether the last job has ended (and an emulated link has delivered)."""
+        last = (self.ios or self.copies)[-1:]
+        return all(event.done() for event in last) and time.perf_counter() >= self.store.due_s
+
+    def _end(self) -> None:
+        try:
+            for event in (self.ios or self.copies)[-1:]:
+                self.transfer.streams.wait_host(event)
+        except OSError as error:
+            self.error = error
+            self.store.abandon()
+            self.tier.counters.failed_stores += 1
+            self.transfer._open_transfers.remove(self)
+            return
+        sleep_until(self.store.due_s)
+        self.store.publish()
+        self._close(self.held)
+
+
+@dataclass(eq=False)
+class _Read:
+    """A piece on its way into a staging buffer, or (without one) lying in the tier's memory."""
+
+    piece: Piece
+    data: Tensor
+    buffer: StagingBuffer | None = None
+    event: Event | None = None
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class Reload(Pending):
+    """Blocks on their way into the pool, layer group by layer group. Driven by `wait_group` and `wait`.
+
+    `valid_blocks` shrinks when a block fails; what was computed with a block that fails in a later group is void.
+    """
+
+    hashes: Sequence[bytes] = field(kw_only=True)
+    targets: Tensor = field(kw_only=True)  # [n] int64
+    load: Load = field(kw_only=True)
+    ready: Event = field(kw_only=True)  # compute that may still use the target blocks
+    valid_blocks: int = field(kw_only=True)
+    _issued: int = 0
+    _reads: deque[_Read] = field(default_factory=deque)
+
+    def wait_group(self, group: int) -> int:
+        """Let compute launched from now on attend to layer group `group`; returns the blocks that are valid so far.
+
+        Blocks the host until that group's bytes are here and verified.
+        """
+        while (waiting := self._next_group()) is not None and waiting <= group:
+            self._advance()
+        if self.copies:
+            self.transfer.streams.wait_compute(self.copies[-1])
+        return self.valid_blocks
+
+    def _next_group(self) -> int | None:
+        """The layer group of the next piece; None when all have been taken."""
+        if self._reads:
+            return self._reads[0].piece.group
+        return self.load.pieces[self._issued].group if self._issued < len(self.load.pieces) else None
+
+    def _read_ahead(self) -> None:
+        """Keep a few reads queued; pieces that lie in memory need none."""
+        transfer, pieces = self.transfer, self.load.pieces
+        while self._issued < len(pieces) and len(self._reads) < _READS_AHEAD:
+            piece = pieces[self._issued]
+            if piece.memory is None and self._reads and not transfer._staging.free:
+                return
+            self._issued += 1
+            if piece.memory is not None:
+                self._reads.append(_Read(piece, piece.memory))
+                continue
+            buffer = transfer._staging.take()
+            read = _Read(piece, buffer.memory[: piece.nbytes], buffer)
+            # A write that used it last needs no wait: the io lane is in order.
+            after = [] if buffer.last is None or buffer.last.op == "io" else [buffer.last]
+            read.event = transfer.streams.io(lambda read=read: self._read(read), after, buffer.memory)  # type: ignore[misc]
+            self._reads.append(read)
+
+    def _read(self, read: _Read) -> None:
+        """On the io lane. What goes wrong is kept: it makes a miss, not an exception."""
+        if read.piece.first >= self.valid_blocks:
+            return  # behind a block that has failed
+        assert read.buffer is not None, "a piece in memory is not read"
+        try:
+            read.data = self.load.read(read.piece, read.buffer.memory)
+        except (OSError, ValueError) as error:
+            read.error = error
+
+    def _advance(self) -> None:
+        """Take the next piece: wait for it, verify it, scatter what is valid."""
+        self._read_ahead()
+        read = self._reads.popleft()
+        if read.event is not None:
+            self.ios.append(read.event)
+            self.transfer.streams.wait_host(read.event)
+        last = read.event
+        if read.piece.first < self.valid_blocks:
+            sleep_until(read.piece.due_s)
+            self._verify(read)
+            count = min(read.piece.count, self.valid_blocks - read.piece.first)
+            if count > 0:
+                last = self._scatter(read, count)
+        if read.buffer is not None:
+            self.transfer._staging.put(read.buffer, last)
+        self._read_ahead()
+
+    def _scatter(self, read: _Read, count: int) -> Event:
+        piece, transfer = read.piece, self.transfer
+        nbytes = piece.nbytes // piece.count * count
+        rows, index = transfer.groups.rows(piece.group, self.targets[piece.first : piece.first + count])
+        self.copies.append(transfer.streams.scatter(rows, index, read.data[:nbytes], [self.ready]))
+        self.bytes_moved += nbytes
+        return self.copies[-1]
+
+    def _verify(self, read: _Read) -> None:
+        piece = read.piece
+        try:
+            if read.error is None:
+                self.load.confirm(piece)
+        except (OSError, ValueError) as error:
+            read.error = error
+        if read.error is not None:
+            corrupt = isinstance(read.error, ValueError)
+            self.tier.counters.read_failures += 1
+            self._fail(piece.first, piece.count, f"{type(read.error).__name__}: {read.error}", corrupt)
+            return
+        if not self.load.checked:
+            return
+        started = time.perf_counter()
+        stop = min(piece.first + piece.count, self.valid_blocks)
+        for block, extent in zip(range(piece.first, stop), read.data.view(piece.count, -1).numpy(), strict=False):
+            if checksum(extent, self.hashes[block], piece.group) != self.load.checksum(piece.group, block):
+                self.tier.counters.checksum_failures += 1
+                self._fail(block, 1, "its bytes are not those that were stored (checksum)", corrupt=True)
+                break
+        self.verify_s += time.perf_counter() - started
+
+    def _fail(self, first: int, count: int, why: str, corrupt: bool) -> None:
+        """Blocks [first, first + count) are lost: not valid, and not to be tried again."""
+        self.valid_blocks = min(self.valid_blocks, first)
+        self.failures.append(f"block {first} of the reload from the {self.tier.name} tier: {why}")
+        self.tier.counters.failed_blocks += count
+        for block_hash in self.hashes[first : first + count]:
+            self.tier.drop(block_hash, corrupt=corrupt)
+
+    def done(self) -> bool:
+        """Whether every piece has been taken and copied; `wait_group` and `wait` take them."""
+        return self._next_group() is None and all(event.done() for event in self.copies[-1:])
+
+    def _end(self) -> None:
+        self.wait_group(len(self.transfer.groups.layers))
+        counters = self.tier.counters
+        counters.loaded_blocks += self.valid_blocks
+        counters.loaded_bytes += self.bytes_moved
+        self._close(self.valid_blocks)
+        self.load.close()
+
+
+def _ids(blocks: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.array(blocks, dtype=np.int64))  # four times as fast as torch.tensor on a short list
+
+
+class Transfer:
+    """Moves blocks between one pool and any tiers, over `streams`, in `groups` layer groups. Owns the staging memory.
+
+    `piece_bytes` (a power of two) pass through staging at a time; `staging_bytes` bound what is under way.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        streams: Streams,
+        groups: int = 1,
+        *,
+        piece_bytes: int = 4 << 20,
+        staging_bytes: int = 64 << 20,
+    ) -> None:
+        self.pool, self.streams, self.groups = pool, streams, LayerGroups(pool, groups)
+        extents = self.groups.extents
+        # A page is lost to alignment, and direct reads begin and end up to a page outside of what is wanted.
+        nbytes = max(piece_bytes, 1 << (max(extents) + 3 * PAGE - 1).bit_length())
+        self.geometry = Geometry(extents, nbytes - 3 * PAGE)
+        self._staging = Staging(streams, nbytes, max(1, staging_bytes // nbytes))
+        self._open_transfers: list[Pending] = []
+        self._fingerprints: dict[Tier, Fingerprint] = {}
+        streams.watch(pool.rows)
+
+    def open(self, tier: Tier, fingerprint: Fingerprint) -> None:
+        """Let `tier` hold this pool's blocks, under `fingerprint` where a transfer names no other.
+
+        Comes before anything else is asked of the tier. Raises TierError, ValueError.
+        """
+        tier.open(self.geometry, self.streams)
+        self._fingerprints[tier] = fingerprint
+
+    def _check(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        if len(blocks) != len(hashes):
+            raise ValueError(f"{len(blocks)} blocks and {len(hashes)} hashes; expected one hash for each block")
+        if blocks and (min(blocks) < 0 or max(blocks) >= self.pool.num_blocks):
+            raise ValueError(f"blocks {min(blocks)} to {max(blocks)}; the pool has 0 to {self.pool.num_blocks - 1}")
+
+    def offload(
+        self,
+        tier: Tier,
+        blocks: Sequence[int],
+        hashes: Sequence[bytes],
+        fingerprint: Fingerprint | None = None,
+        *,
+        source_held: bool = False,
+    ) -> Offload:
+        """Store those of `blocks` (with their `hashes`) that the tier lacks, as many leading ones as fit.
+
+        They can be found after `wait`, or after `poll` once they are there. On return compute may reuse the source
+        blocks; unless `source_held`: then the caller holds them until it has called `wait_source`, and compute need not
+        wait now. Raises KeyError for a tier that was not opened.
+        """
+        self.poll()
+        fingerprint = fingerprint or self._fingerprints[tier]
+        self._check(blocks, hashes)
+        tier.touch(hashes)
+        contains = tier.contains
+        wanted = {h: block for h, block in zip(hashes, blocks, strict=True) if not contains(h, fingerprint)}
+        store = tier.reserve(list(wanted), fingerprint, hashes)
+        chosen = _ids([wanted[h] for h in store.hashes])
+        held = len(hashes)
+        if len(store.hashes) < len(wanted):  # up to the first that found no room
+            held = hashes.index(next(itertools.islice(wanted, len(store.hashes), None)))
+        pending = Offload(self, tier, len(blocks), store=store, held=held)
+        self._open_transfers.append(pending)
+        written = self.streams.compute_event()
+        for piece in store.pieces:
+            rows, index = self.groups.rows(piece.group, chosen[piece.first : piece.first + piece.count])
+            buffer, after = None, [written]
+            if piece.memory is None:
+                buffer = self._staging.take()
+                after += [] if buffer.last is None else [buffer.last]
+            host = piece.memory if buffer is None else buffer.memory[: piece.nbytes]
+            assert host is not None, "a piece lies in the tier's memory or in staging"
+            pending.copies.append(self.streams.gather(rows, index, host, after))
+            pending.bytes_moved += piece.nbytes
+            last = pending.copies[-1]
+            if store.works:
+                last = self.streams.io(lambda p=piece, h=host: store.write(p, h), [last])  # type: ignore[misc]
+                pending.ios.append(last)
+            if buffer is not None:
+                self._staging.put(buffer, last)
+        if store.works and store.pieces:
+            pending.ios.append(self.streams.io(store.seal, []))  # the lane is in order: after every write
+        if not source_held:
+            pending.wait_source()
+        return pending
+
+    def reload(
+        self, tier: Tier, hashes: Sequence[bytes], blocks: Sequence[int], fingerprint: Fingerprint | None = None
+    ) -> Reload:
+        """Fetch the leading blocks that `tier` holds into the pool's `blocks`. A block it lacks ends the run."""
+        self.poll()
+        fingerprint = fingerprint or self._fingerprints[tier]
+        self._check(blocks, hashes)
+        if len(set(blocks)) != len(blocks):
+            raise ValueError("a target block is named twice; one block holds one block's bytes")
+        held = 0
+        while held < len(hashes) and tier.contains(hashes[held], fingerprint):
+            held += 1
+        tier.touch(hashes[:held])
+        pending = Reload(
+            self,
+            tier,
+            len(blocks),
+            hashes=hashes,
+            targets=_ids(blocks),
+            load=tier.load(hashes[:held], fingerprint),
+            ready=self.streams.compute_event(),
+            valid_blocks=held,
+        )
+        if held < len(hashes):
+            pending.failures.append(f"block {held} of the reload is not in the {tier.name} tier")
+        self._open_transfers.append(pending)
+        pending._read_ahead()
+        return pending
+
+    def poll(self) -> None:
+        """Account for the transfers that are over, without blocking; what they raise is kept for their `wait`."""
+        for pending in [pending for pending in self._open_transfers if pending.done()]:
+            pending._end()
+
+    def drain(self) -> None:
+        """End every transfer that has begun."""
+        for pending in list(self._open_transfers):
+            pending._end()
