@@ -1,0 +1,14 @@
+"""Fixtures that several test files share."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    """The real SmolLM2 GGUF: from the cache, else fetched; tests that need it are skipped when neither works."""
+    from kvlab.weights import fetch
+
+    try:
+        return fetch("smollm2-135m", quiet=True)
+    except OSError as error:
+        pytest.skip(f"no SmolLM2 weights: {error}")
