@@ -29,6 +29,9 @@ __all__ = [
 
 Choice = Literal["reload", "recompute", "split"]
 
+# How far flips are looked for in models that state no longest sequence.
+HORIZON_TOKENS = 2**20
+
 
 @dataclass(frozen=True)
 class Crossing:
@@ -126,7 +129,7 @@ class Verdict:
     @cached_property
     def _scan(self) -> tuple[list[int], list[float], list[float]]:
         # Exact over whole blocks by looking at each: the curves are measured, so no root formula can be trusted.
-        most = (self.arch.max_positions - self.suffix) // self.block_size
+        most = (min(self.arch.max_positions, HORIZON_TOKENS) - self.suffix) // self.block_size
         tokens = [k * self.block_size for k in range(1, most + 1)]
         verdicts = [self._at(prefix) for prefix in tokens]
         return tokens, [v.cost_reload_s for v in verdicts], [v.cost_recompute_s for v in verdicts]
@@ -176,13 +179,19 @@ class Verdict:
 
     @cached_property
     def split(self) -> Split | None:
-        """The best head/tail split, or None where it does not beat both whole ways (or fewer than two blocks exist)."""
+        """The best head/tail split, or None where it does not beat both whole ways (or fewer than two blocks exist).
+
+        Models with recurrent states have none: a state is reloaded whole, and then its head needs no computing.
+        """
+        if any(component.fixed_elements for component, _ in self.arch.cache_groups):
+            return None
         size, total = self.block_size, self.prefix + self.suffix
         blocks = self.reload_tokens // size
         link, layers = self.machine.link(self.tier), len(self.arch.layers)
 
         def load_s(head: int) -> float:
-            tail_bytes = self.kv_bytes - kv_bytes(self.arch, head * size, self.kv_dtype, self.tp, size)
+            # The tail's own bytes, not a difference: a full window is loaded whole, however short the head.
+            tail_bytes = kv_bytes(self.arch, (blocks - head) * size, self.kv_dtype, self.tp, size)
             return self.wait_s + link.transfer_s(tail_bytes, blocks - head, layers, self.link_share, self.tp)
 
         def compute_s(head: int) -> float:
@@ -329,7 +338,8 @@ def decide(
     ):
         raise ValueError(
             f"block_size {block_size}, tp {tp}, overlap_groups {overlap_groups} must be at least 1;"
-            f" queued_bytes {queued_bytes}, decode_delay_value {decode_delay_value} at least 0; link_share {link_share} in (0, 1]"
+            f" queued_bytes {queued_bytes}, decode_delay_value {decode_delay_value} at least 0;"
+            f" link_share {link_share} in (0, 1]"
         )
     link, total = machine.link(tier), prefix + suffix
     kept = _reloadable(prefix, suffix, block_size)

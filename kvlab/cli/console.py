@@ -1,0 +1,68 @@
+"""How the shell speaks: one line per error, exit codes, where tables and progress go.
+
+Results go to standard output, progress and errors to standard error, so that --json can be piped.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from rich.console import Console
+
+__all__ = ["BAD_INPUT", "command", "out", "progress"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+BAD_INPUT = 2
+WRONG_RESULT = 1
+INTERRUPTED = 130
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+_status = err.status("")
+
+
+def command(function: Callable[P, T]) -> Callable[P, T]:
+    """Turn what a user can cause into one line and an exit code; anything else is a bug and keeps its traceback.
+
+    ValueError and OSError: 2. A wrong result (AssertionError): 1. Ctrl-C: 130. KVLAB_TRACEBACK=1 shows tracebacks.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            _status.stop()
+            err.print("kvlab: interrupted; nothing was written")
+            sys.exit(INTERRUPTED)
+        except (ValueError, OSError, AssertionError) as error:
+            if os.environ.get("KVLAB_TRACEBACK"):
+                raise
+            _status.stop()
+            err.print(f"kvlab: {' '.join(str(error).split())}", markup=False, soft_wrap=True)
+            sys.exit(WRONG_RESULT if isinstance(error, AssertionError) else BAD_INPUT)
+
+    return run
+
+
+def progress(quiet: bool = False) -> Callable[[str], None]:
+    """A function that says what long work does, "" when it is over: one changing line on a terminal, else lines."""
+    if quiet:
+        return lambda _: None
+    if not err.is_terminal:
+        return lambda message: err.print(f"  {message}", markup=False) if message else None
+
+    def show(message: str) -> None:
+        _status.update(message)
+        if message:
+            _status.start()
+        else:
+            _status.stop()
+
+    return show

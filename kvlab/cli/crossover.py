@@ -1,0 +1,346 @@
+"""`kvlab crossover` and `kvlab calibrate`: options into an experiment, its record into a table and a chart."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvlab.cli import report
+from kvlab.cli.console import err, out, progress
+from kvlab.units import format_gb_per_s, format_s, parse_bandwidth_gb_per_s, parse_count, parse_s
+
+if TYPE_CHECKING:
+    from kvlab.experiments.calibrate import TierFactory
+    from kvlab.machine import Link, Machine
+    from kvlab.model import Model
+
+TIERS = ("host", "disk", "xz")
+HOST_TIER_BYTES = 2**33
+DISK_TIER_BYTES = 2**35
+
+ModelOption = Annotated[
+    str, typer.Option(help="Preset, folder, GGUF file or hub id; auto: SmolLM2-135M, or the built-in model without it.")
+]
+TextOption = Annotated[
+    Path | None, typer.Option(help="UTF-8 text whose tokens are the prefix; default: a built-in one.")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto: cuda where there is one.")]
+DtypeOption = Annotated[str, typer.Option(help="fp32, bf16, fp16; auto: the faster one on this machine.")]
+BlockOption = Annotated[str, typer.Option(help="Tokens per KV block.")]
+
+
+def crossover(
+    model: ModelOption = "auto",
+    text: TextOption = None,
+    tier: Annotated[
+        list[str] | None, typer.Option(help="host, disk, xz (compressed disk blocks) or all; may be repeated.")
+    ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(help="An emulated link in front of host RAM: 1Gb/s, 25MB/s, 0.125GB/s,latency=50us."),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Prefix lengths in tokens, as in 64,256,1k; auto: what the budget allows.")
+    ] = "auto",
+    suffix: Annotated[str, typer.Option(help="New tokens behind the prefix.")] = "16",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    block_size: BlockOption = "16",
+    repeats: Annotated[int, typer.Option(help="Rounds of interleaved arms; an interval needs seven.")] = 7,
+    budget: Annotated[str, typer.Option(help="Time for measuring; no further round starts beyond it.")] = "75s",
+    machine: Annotated[Path | None, typer.Option(help="Reuse a calibration (a Machine JSON).")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where the disk tier keeps its files; default: a temporary folder.")
+    ] = None,
+    out_dir: Annotated[
+        Path, typer.Option("--out", help="Folder for crossover.json, machine.json and crossover.png.")
+    ] = Path("kvlab-out"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the table.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the built-in weights and of the bootstrap.")] = 0,
+) -> None:
+    """Find the prefix length where reloading a KV cache becomes faster than recomputing it, on this machine."""
+    from kvlab.experiments import crossover as experiment
+    from kvlab.machine import Machine
+    from kvlab.records import write_json
+
+    suffix_tokens, size = _positive("--suffix", suffix), _positive("--block-size", block_size)
+    if repeats < 1:
+        raise ValueError(f"--repeats is {repeats}; expected at least 1")
+    budget_s = parse_s(budget)
+    wanted = _tier_names(tier, link)
+    links = [_parse_link(item) for item in link or ()]
+    asked = None if lengths == "auto" else _parse_lengths(lengths)
+    calibrated = None if machine is None else Machine.load(machine)
+    say = progress(quiet=as_json)
+    loaded = _load_model(model, device, dtype, seed, say)
+    tokens = _read_tokens(loaded, text)
+    _check_lengths(loaded, asked or [], suffix_tokens, len(tokens))
+    if not as_json:
+        out.print(f"model    {loaded.arch.name}: {loaded.source}; {loaded.dtype} on {loaded.device}", markup=False)
+
+    with _disk_folder(directory) as folder:
+        makers = _tier_makers([name for name in wanted if name in TIERS], folder)
+        if calibrated is None:
+            from kvlab.experiments.calibrate import calibrate as run_calibration
+
+            needed = {"host": _tier_makers(["host"], folder)["host"], **makers}
+            calibrated = run_calibration(loaded, tokens, needed, block_size=size, progress=say)
+        slow = len(links) + sum(name in ("auto-link", "xz") for name in wanted)
+        chosen = asked or experiment.auto_lengths(
+            loaded.arch,
+            calibrated,
+            tokens=len(tokens),
+            suffix=suffix_tokens,
+            block_size=size,
+            slow_tiers=slow,
+            fast_tiers=len(wanted) + len(links) - slow,
+            budget_s=0.8 * budget_s,  # room for noise, so that all rounds fit
+            rounds=repeats,
+        )
+        if "auto-link" in wanted:
+            links.append(_mid_range_link(loaded, calibrated, chosen, suffix_tokens, size))
+        for gb_per_s, latency_s in links:
+            name = f"emulated {format_gb_per_s(gb_per_s)}" + (f", {format_s(latency_s)} latency" if latency_s else "")
+            makers[name] = _emulated(gb_per_s, latency_s)
+            calibrated = calibrated.with_link(name, _emulated_link(calibrated.link("host"), gb_per_s, latency_s))
+        predictions = experiment.predict(
+            loaded, calibrated, list(makers), chosen, suffix=suffix_tokens, block_size=size
+        )
+        say("")
+        if not as_json:
+            report.show_predictions(predictions, calibrated)
+        say = progress(quiet=as_json)
+        reference = None if loaded.dtype in ("fp32", "fp64") else _load_model(model, device, "fp32", seed, say)
+        measured = experiment.measure(
+            loaded,
+            tokens,
+            makers,
+            chosen,
+            suffix=suffix_tokens,
+            block_size=size,
+            rounds=repeats,
+            budget_s=budget_s,
+            reference=reference,
+            progress=say,
+        )
+        say("")
+    parameters = {
+        "text": str(text.name) if text else "built-in",
+        "suffix": suffix_tokens,
+        "block_size": size,
+        "repeats": repeats,
+        "budget_s": budget_s,
+        "seed": seed,
+    }
+    record = experiment.record(loaded, calibrated, predictions, measured, parameters)
+    write_json(out_dir / "machine.json", calibrated.to_dict())
+    chart = _draw(record, out_dir / "crossover.png")
+    write_json(out_dir / "crossover.json", record)
+    if as_json:
+        out.print_json(json.dumps(record)) if out.is_terminal else print(json.dumps(record, indent=1))  # noqa: T201
+        return
+    report.show_result(record)
+    out.print(f"\nwrote {out_dir / 'crossover.json'}, {out_dir / 'machine.json'}", markup=False)
+    out.print(f"wrote {chart}" if chart else "no chart: matplotlib is missing (pip install 'kvlab[lab]')", markup=False)
+
+
+def calibrate(
+    model: ModelOption = "auto",
+    text: TextOption = None,
+    tier: Annotated[list[str] | None, typer.Option(help="host, disk, xz or all; may be repeated.")] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    block_size: BlockOption = "16",
+    directory: Annotated[
+        Path | None, typer.Option(help="Where the disk tier keeps its files; default: a temporary folder.")
+    ] = None,
+    out_file: Annotated[Path, typer.Option("--out", help="The Machine JSON to write.")] = Path("machine.json"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the machine as JSON too.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the built-in weights.")] = 0,
+) -> None:
+    """Measure this machine: prefill rates and every tier's link, saved as a Machine JSON."""
+    from kvlab.experiments.calibrate import calibrate as run_calibration
+    from kvlab.records import write_json
+
+    size = _positive("--block-size", block_size)
+    names = [name for name in _tier_names(tier, None) if name in TIERS]
+    say = progress(quiet=as_json)
+    loaded = _load_model(model, device, dtype, seed, say)
+    with _disk_folder(directory) as folder:
+        makers = _tier_makers(names, folder)
+        measured = run_calibration(loaded, _read_tokens(loaded, text), makers, block_size=size, progress=say)
+    say("")
+    write_json(out_file, measured.to_dict())
+    if as_json:
+        print(json.dumps(measured.to_dict(), indent=1))  # noqa: T201
+    else:
+        report.show_machine(measured)
+        out.print(f"wrote {out_file}", markup=False)
+
+
+# Options into things ------------------------------------------------------------------------------------------------
+
+
+def _positive(option: str, value: str) -> int:
+    try:
+        number = parse_count(value)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from error
+    if number < 1:
+        raise ValueError(f"{option} is {value}; expected a positive integer")
+    return number
+
+
+def _parse_lengths(value: str) -> list[int]:
+    lengths = [_positive("--lengths:", item) for item in value.split(",")]
+    if any(a >= b for a, b in pairwise(lengths)):
+        raise ValueError(f"--lengths {value} must increase")
+    return lengths
+
+
+def _check_lengths(model: Model, lengths: Sequence[int], suffix: int, available: int) -> None:
+    need = max(lengths, default=64) + suffix
+    if need > model.arch.max_positions:
+        raise ValueError(
+            f"prefix + suffix is {need} tokens, beyond the {model.arch.max_positions} of {model.arch.name}"
+        )
+    if need > available:
+        raise ValueError(
+            f"the text has {available} tokens, but the longest prefix + suffix needs {need}; use a longer --text"
+        )
+
+
+def _tier_names(tiers: Sequence[str] | None, links: Sequence[str] | None) -> list[str]:
+    """Asked tiers; without any, host, disk and one emulated link (unless --link gives some)."""
+    if not tiers:
+        return ["host"] if links else ["host", "disk", "auto-link"]
+    names: list[str] = []
+    for name in tiers:
+        if name not in (*TIERS, "all"):
+            raise ValueError(f"unknown tier {name!r}; known tiers: {', '.join(TIERS)}, all")
+        names += [n for n in (TIERS if name == "all" else (name,)) if n not in names]
+    return names
+
+
+def _parse_link(value: str) -> tuple[float, float]:
+    """Read "1Gb/s" or "25MB/s,latency=50us" as (GB/s, seconds)."""
+    rate, _, rest = value.partition(",")
+    latency_s = 0.0
+    if rest:
+        key, _, amount = rest.partition("=")
+        if key.strip() != "latency":
+            raise ValueError(f"--link {value!r}: {key.strip()!r} is not known; write 1Gb/s or 1Gb/s,latency=50us")
+        latency_s = parse_s(amount)
+    return parse_bandwidth_gb_per_s(rate), latency_s
+
+
+def _load_model(name: str, device: str, dtype: str, seed: int, say: Callable[[str], None]) -> Model:
+    from kvlab import weights
+    from kvlab.loading import load_model
+
+    if name == "auto":
+        name = "smollm2-135m"
+        if weights.locate(name) is None:
+            try:
+                err.print("fetching SmolLM2-135M-Instruct once (93 MB; kvlab model get smollm2-135m)", markup=False)
+                weights.fetch(name)
+            except (OSError, ValueError) as error:
+                err.print(f"using the built-in seeded model wide-kv: {error}", markup=False, soft_wrap=True)
+                name = "wide-kv"
+    say(f"loading {name}")
+    return load_model(name, device=device, dtype=dtype, seed=seed)
+
+
+def _read_tokens(model: Model, text: Path | None) -> list[int]:
+    from importlib import resources
+
+    if text is None:
+        content = resources.files("kvlab").joinpath("data", "text.txt").read_text(encoding="utf-8")
+    else:
+        if not text.is_file():
+            raise ValueError(f"no text file at {text}")
+        try:
+            content = text.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{text} is not UTF-8 text: {error}") from error
+        if not content.strip():
+            raise ValueError(f"{text} is empty; expected UTF-8 text")
+    return model.tokenizer.encode(content)
+
+
+@contextmanager
+def _disk_folder(directory: Path | None) -> Iterator[Path]:
+    """A folder of this run's own (below `directory`, which may hold other things), removed afterwards."""
+    try:
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="kvlab-", dir=directory, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the disk tier's folder in {directory}: {error.strerror or error}") from error
+    with folder as name:
+        yield Path(name)
+
+
+def _tier_makers(names: Sequence[str], folder: Path) -> dict[str, TierFactory]:
+    from kvlab.tiers import DiskTier, HostTier
+
+    known: dict[str, TierFactory] = {
+        "host": lambda: HostTier(HOST_TIER_BYTES),
+        "disk": lambda: DiskTier(folder / "disk", DISK_TIER_BYTES),
+        "xz": lambda: DiskTier(folder / "xz", DISK_TIER_BYTES, codec="xz"),
+    }
+    return {name: known[name] for name in names}
+
+
+def _emulated(gb_per_s: float, latency_s: float) -> TierFactory:
+    from kvlab.tiers import HostTier, LinkTier
+
+    return lambda: LinkTier(HostTier(HOST_TIER_BYTES), gb_per_s, latency_s)
+
+
+def _emulated_link(host: Link, gb_per_s: float, latency_s: float) -> Link:
+    """What a link of this speed in front of host RAM costs: its bytes, its latency, and the measured software."""
+    from kvlab.machine import Curve
+
+    return replace(
+        host,
+        gb_per_s=Curve(((1.0, gb_per_s),)),
+        per_request_s=host.per_request_s + latency_s,
+        emulated=True,
+        source="emulated",
+    )
+
+
+def _mid_range_link(
+    model: Model, machine: Machine, lengths: Sequence[int], suffix: int, block_size: int
+) -> tuple[float, float]:
+    """A link whose speed lies midway between those that tie at the shortest and at the longest prefix."""
+    from kvlab.verdict import decide
+
+    ties = [
+        decide(
+            model.arch, machine, prefix=length, suffix=suffix, kv_dtype=model.dtype, block_size=block_size
+        ).break_even_gb_per_s
+        for length in (lengths[0], lengths[-1])
+    ]
+    finite = [tie for tie in ties if math.isfinite(tie)]
+    if not finite:
+        raise ValueError("recomputing is predicted to win whatever the link; give a --link to measure one")
+    return float(f"{math.prod(finite) ** (1 / len(finite)):.3g}"), 0.0
+
+
+def _draw(record: Mapping[str, Any], path: Path) -> Path | None:
+    try:
+        from kvlab.lab import draw
+    except ModuleNotFoundError:
+        return None
+    return draw.save(draw.crossover_figure(record), path)

@@ -1,0 +1,96 @@
+"""`kvlab doctor`: what this machine has, and what that means for the lab."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvlab.cli.console import out
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    directory: Annotated[
+        Path | None, typer.Option(help="The folder whose disk is looked at; default: the temporary one.")
+    ] = None,
+) -> None:
+    """Say what this machine has (torch, accelerator, pinned memory, NUMA, disk, Jupyter) and what that means."""
+    facts, findings = examine(directory or Path(tempfile.gettempdir()))
+    if as_json:
+        print(json.dumps({"facts": facts, "findings": findings}, indent=1))  # noqa: T201
+        return
+    for name, value in facts.items():
+        out.print(f"{name:18} {value}", markup=False, soft_wrap=True)
+    out.print()
+    for finding in findings:
+        out.print(f"- {finding}", markup=False, soft_wrap=True)
+
+
+def examine(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The machine facts, and one sentence for each that changes what a learner will see."""
+    import torch
+
+    from kvlab import weights
+    from kvlab.loading import cpu_gflops_per_s
+    from kvlab.records import machine_facts
+    from kvlab.units import format_bytes
+
+    has_cuda = torch.cuda.is_available()
+    device = "cuda" if has_cuda else "cpu"
+    facts = machine_facts(device)
+    findings = []
+    rates = cpu_gflops_per_s()
+    dtype = max(rates, key=lambda name: rates[name])
+    facts["cpu GFLOP/s"] = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+    findings.append(
+        f"On the CPU kvlab computes in {dtype}: the faster of bf16 and fp32 here ({facts['cpu GFLOP/s']} GFLOP/s)."
+    )
+    if has_cuda:
+        facts["pinned memory"] = _pinned()
+        findings.append(
+            f"CUDA works: --device cuda runs live on {facts['gpu']}; pinned memory: {facts['pinned memory']}."
+        )
+    else:
+        findings.append(
+            "No CUDA device: lessons run live on the CPU and show recorded or published GPU figures, labelled."
+        )
+        if torch.backends.mps.is_available():
+            findings.append("An Apple GPU is here, but kvlab does not support mps: it runs on the CPU.")
+    if (facts["numa_nodes"] or 1) > 1:
+        findings.append(
+            f"{facts['numa_nodes']} NUMA nodes: bind the process to one (numactl) before trusting a bandwidth."
+        )
+    facts["disk free"] = f"{format_bytes(shutil.disk_usage(folder).free)} at {folder}"
+    can_drop = hasattr(os, "posix_fadvise") and Path("/proc/self/io").exists()
+    facts["cold reads"] = "can be proven" if can_drop else "cannot be proven"
+    if not can_drop:
+        findings.append(
+            "This system does not say what was read from the device: disk results will say 'cold: unproven'."
+        )
+    cached = weights.locate("smollm2-135m") is not None
+    facts["SmolLM2-135M"] = "in the cache" if cached else "not fetched"
+    if not cached:
+        findings.append("SmolLM2-135M is not here yet: `kvlab model get smollm2-135m` fetches 93 MB once.")
+    for name in ("matplotlib", "jupyterlab", "ipywidgets", "nbval"):
+        facts[name] = metadata.version(name) if importlib.util.find_spec(name) else "not installed"
+    if facts["matplotlib"] == "not installed":
+        findings.append("matplotlib is missing: no charts (pip install 'kvlab[lab]').")
+    return facts, findings
+
+
+def _pinned() -> str:
+    import torch
+
+    try:
+        torch.empty(2**24, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        return f"not available ({str(error).splitlines()[0]}); transfers fall back to pageable memory"
+    return "works"

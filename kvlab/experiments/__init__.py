@@ -1,0 +1,1 @@
+"""How to measure honestly: prediction first, interleaved rounds, medians, raw samples kept."""

@@ -1,0 +1,267 @@
+"""Measure a `Machine`: prefill rates apart for linear layers and attention, and each tier's link in both directions.
+
+Knows clocks and the rig. The curves it returns pass through the medians it measured; raw samples go into provenance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kvlab.arch import ModelArch
+from kvlab.arithmetic import attention_flops, linear_flops
+from kvlab.experiments.rig import Rig
+from kvlab.fingerprint import block_hashes
+from kvlab.machine import Curve, Direction, Link, Machine, Prefill
+from kvlab.model import Model
+from kvlab.pool import TORCH_DTYPES
+from kvlab.records import machine_facts, median, now_utc
+from kvlab.tiers import DiskTier, Tier
+
+__all__ = ["PrefillSample", "TierFactory", "calibrate", "fit_link", "fit_prefill", "measure_link", "scattered"]
+
+Progress = Callable[[str], None]
+# A tier is opened anew for each block layout it is measured with, so calibration takes makers, not tiers.
+TierFactory = Callable[[], Tier]
+
+_ROWS = (16, 32, 64, 128, 256, 512)
+_CACHED_ROWS = (16, 128, 512)
+_CACHED_TOKENS = 1024
+_WHOLE_TOKENS = 1024
+_LADDER_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
+_DIRECTIONS: tuple[Direction, ...] = ("load", "store")
+
+
+@dataclass(frozen=True)
+class PrefillSample:
+    """One timed pass: `rows` new tokens behind `cached` ones took each of `seconds`."""
+
+    rows: int
+    cached: int
+    seconds: tuple[float, ...]
+
+
+def calibrate(
+    model: Model,
+    tokens: Sequence[int],
+    tiers: dict[str, TierFactory],
+    *,
+    block_size: int = 16,
+    budget_s: float = 25.0,
+    progress: Progress = lambda _: None,
+) -> Machine:
+    """Measure prefill on `tokens` (a real text, at least 512) and a link to each tier; returns a `Machine`.
+
+    Rounds repeat until `budget_s` is spent, at least three and at most nine. Lengths beyond the text are left out.
+    Raises ValueError with fewer than 64 tokens.
+    """
+    if len(tokens) < 64:
+        raise ValueError(f"calibration needs at least 64 tokens of text, got {len(tokens)}")
+    longest = min(len(tokens), _CACHED_TOKENS + max(_CACHED_ROWS), model.arch.max_positions)
+    with Rig(model, block_size=block_size, max_tokens=longest) as rig:
+        progress("prefill: linear layers and attention, apart")
+        samples = _time_prefill(rig, tokens[:longest], budget_s * 0.7)
+        head_s = _time_head(model.arch, model.dtype, model.device)
+        prefill = fit_prefill(model.arch, samples, head_s, model.dtype)
+    links: dict[str, dict[Direction, Link]] = {}
+    for name, make in tiers.items():
+        progress(f"link: {name}, both directions")
+        load, store = measure_link(model, tokens, make, block_size=block_size)
+        links[name] = {"load": load, "store": store}
+    facts = machine_facts(str(model.device))
+    return Machine(
+        name=str(facts.get("gpu") or facts["cpu"]),
+        prefill=prefill,
+        links=links,
+        provenance={
+            "kind": "live",
+            "when": now_utc(),
+            "facts": facts,
+            "block_size": block_size,
+            "model": model.arch.name,
+            "weights": model.source,
+            "prefill_samples": [vars(sample) | {"seconds": list(sample.seconds)} for sample in samples],
+            "head_s": head_s,
+        },
+    )
+
+
+def _time_prefill(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[PrefillSample]:
+    """Interleaved rounds over a grid of (new rows, cached tokens); the cached keys are the text's own."""
+    cached = min(_CACHED_TOKENS, len(tokens) // 2) // rig.block_size * rig.block_size
+    grid = [(rows, 0) for rows in (*_ROWS, _WHOLE_TOKENS) if rows <= len(tokens)]
+    grid += [(rows, cached) for rows in _CACHED_ROWS if cached and cached + rows <= len(tokens)]
+    table = rig.table(len(tokens))
+    rig.prefill(tokens, table)  # warm-up, and real keys behind which the cached passes run
+    seconds: dict[tuple[int, int], list[float]] = {case: [] for case in grid}
+    begin = time.perf_counter()
+    for done in range(9):
+        if done >= 3 and (time.perf_counter() - begin) * (done + 1) / done > budget_s:
+            break
+        for rows, behind in grid:
+            # Rewriting [behind, behind + rows) stores the same keys again, so later passes see the same cache.
+            seconds[rows, behind].append(rig.prefill(tokens[behind : behind + rows], table, behind).ttft_s)
+    rig.release(table)
+    return [PrefillSample(rows, behind, tuple(seconds[rows, behind])) for rows, behind in grid]
+
+
+def _time_head(arch: ModelArch, dtype: str, device: torch.device) -> float:
+    """Seconds of the LM head alone on one row: a matmul that reads every weight once."""
+    weight = torch.ones(arch.vocab, arch.hidden, dtype=TORCH_DTYPES[dtype], device=device)
+    row = torch.ones(1, arch.hidden, dtype=weight.dtype, device=device)
+    samples = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        float(torch.nn.functional.linear(row, weight)[0, 0])
+        samples.append(time.perf_counter() - begin)
+    return median(samples[1:])
+
+
+def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float, dtype: str) -> Prefill:
+    """Rates from timed passes: attention from what cached tokens add at equal rows, linear from the rest.
+
+    The fixed part is the intercept of the three shortest uncached passes, less attention and the LM head, not below 0.
+    """
+    times = {(s.rows, s.cached): median(s.seconds) for s in samples}
+    plain = sorted(rows for rows, cached in times if cached == 0)
+    attention: list[tuple[float, float]] = []
+    for (rows, cached), seconds in sorted(times.items()):
+        if cached and (rows, 0) in times:
+            extra_s = seconds - times[rows, 0]
+            extra_flops = attention_flops(arch, cached, cached + rows) - attention_flops(arch, 0, rows)
+            # Below 2 % of the pass the difference is noise; the neighbouring knot then serves.
+            if extra_s > 0.02 * seconds:
+                attention.append((rows, extra_flops / extra_s))
+    # Without a usable difference attention is charged at the rate of the linear layers.
+    fallback = linear_flops(arch, plain[-1]) / times[plain[-1], 0]
+    attention_curve = Curve(tuple(attention) or ((1.0, fallback),))
+    rest_s = {rows: times[rows, 0] - head_s - attention_flops(arch, 0, rows) / attention_curve(rows) for rows in plain}
+    fixed_s = max(0.0, _intercept([(rows, rest_s[rows]) for rows in plain[:3]]))
+    linear = [(1.0, 2 * arch.head_macs / head_s)]
+    for rows in plain:
+        left_s = rest_s[rows] - fixed_s
+        if left_s > 0.1 * times[rows, 0]:
+            linear.append((rows, linear_flops(arch, rows) / left_s))
+    return Prefill(
+        per_chunk_s=fixed_s,
+        linear_flops_per_s=Curve(tuple(linear)),
+        attention_flops_per_s=attention_curve,
+        calibrated_on=arch.name,
+        dtype=dtype,
+        spread=_spread([s.seconds for s in samples]),
+        source="measured",
+    )
+
+
+def measure_link(
+    model: Model, tokens: Sequence[int], make_tier: TierFactory, *, block_size: int, repeats: int = 5
+) -> tuple[Link, Link]:
+    """The (load, store) links of one tier, from transfers of 1, 2, 4, … scattered blocks of real keys and values.
+
+    Overhead per block comes from moving the same bytes in blocks of a quarter of the size, overhead per copy from
+    cutting the same blocks into layer groups; both are differences of medians, and 0 where the difference is noise.
+    """
+    reach = min(len(tokens), model.arch.max_positions, _LADDER_BLOCKS[-1] * block_size) // block_size * block_size
+    tokens, most = tokens[:reach], reach // block_size
+    ladder = [blocks for blocks in _LADDER_BLOCKS if blocks < most] + [most]
+    base = _time_transfers(model, tokens, make_tier, block_size, 1, ladder, repeats)
+    quarter = block_size // 4
+    small = {}
+    if block_size % 4 == 0 and model.layout(block_size).row_bytes % 64 == 0:  # a quarter row is still whole copies
+        small = _time_transfers(model, tokens, make_tier, quarter, 1, [reach // quarter], repeats)
+    groups = min(8, len(model.arch.layers))
+    grouped = _time_transfers(model, tokens, make_tier, block_size, groups, [most], repeats) if groups > 1 else {}
+    spread = {direction: _spread([samples[direction] for samples in base.values()]) for direction in _DIRECTIONS}
+    links = []
+    for direction in _DIRECTIONS:
+        times = {blocks: median(samples[direction]) for blocks, samples in base.items()}
+        per_block_s = per_copy_s = 0.0
+        if small:
+            small_s = median(small[reach // quarter][direction])
+            per_block_s = max(0.0, (small_s - times[most]) / (reach // quarter - most))
+        if grouped:
+            per_copy_s = max(0.0, (median(grouped[most][direction]) - times[most]) / (groups - 1))
+        link = fit_link(times, model.layout(block_size).block_bytes, per_block_s, per_copy_s)
+        links.append(replace(link, spread=spread[direction], pinned=model.device.type == "cuda", source="measured"))
+    return links[0], links[1]
+
+
+def fit_link(times: Mapping[int, float], block_bytes: int, per_block_s: float = 0.0, per_copy_s: float = 0.0) -> Link:
+    """The link whose prediction for each measured number of blocks is its measured seconds.
+
+    `per_request_s` is the intercept of the three smallest transfers, less the other overheads, not below 0.
+    """
+    counts = sorted(times)
+    per_request_s = max(0.0, _intercept([(n, times[n]) for n in counts[:3]]) - per_copy_s)
+    # A tenth of each time at least stays with the bytes, so that noise in the overheads cannot make a rate negative.
+    share = min(1.0, *(0.9 * times[n] / max(per_request_s + per_copy_s + n * per_block_s, 1e-12) for n in counts))
+    per_request_s, per_block_s, per_copy_s = per_request_s * share, per_block_s * share, per_copy_s * share
+    points = []
+    for n in counts:
+        left_s = times[n] - per_request_s - per_copy_s - n * per_block_s
+        points.append((float(n * block_bytes), n * block_bytes / left_s / 1e9))
+    return Link(Curve(tuple(points)), per_request_s=per_request_s, per_block_s=per_block_s, per_copy_s=per_copy_s)
+
+
+def _time_transfers(
+    model: Model,
+    tokens: Sequence[int],
+    make_tier: TierFactory,
+    block_size: int,
+    groups: int,
+    ladder: Sequence[int],
+    repeats: int,
+) -> dict[int, dict[str, list[float]]]:
+    """Seconds to load and to store each number of blocks in `ladder`, interleaved; a load finds its pages dropped."""
+    seconds: dict[int, dict[str, list[float]]] = {n: {"load": [], "store": []} for n in ladder}
+    with Rig(model, block_size=block_size, max_tokens=len(tokens), tables=2, groups=groups) as rig:
+        tier = rig.open(make_tier())
+        home = rig.table(len(tokens))
+        rig.pool.rows.normal_()
+        if isinstance(tier, DiskTier) and tier.codec:  # only compression cares what the bytes are
+            rig.prefill(tokens, home)
+        hashes = block_hashes(rig.fingerprint, tokens, block_size)
+        for repeat in range(repeats + 1):  # the first round warms allocators and is dropped
+            for n in ladder:
+                tier.clear()
+                begin = time.perf_counter()
+                rig.transfer.offload(tier, home.blocks[:n], hashes[:n]).wait()
+                stored_s = time.perf_counter() - begin
+                tier.drop_pages()
+                away = rig.table(n * block_size)
+                # Scattered: every other block of the free half, in no order.
+                begin = time.perf_counter()
+                report = rig.transfer.reload(tier, hashes[:n], scattered(away.blocks)).wait()
+                loaded_s = time.perf_counter() - begin
+                rig.release(away)
+                if report.valid_blocks < n:
+                    raise RuntimeError(f"{tier.name} lost blocks while it was measured: {'; '.join(report.failures)}")
+                if repeat:
+                    seconds[n]["load"].append(loaded_s)
+                    seconds[n]["store"].append(stored_s)
+        rig.release(home)
+        tier.clear()
+    return seconds
+
+
+def scattered(blocks: Sequence[int]) -> list[int]:
+    """The same blocks in an order without runs, as a busy pool hands them out; deterministic."""
+    return [*blocks[::2], *blocks[1::2]][::-1]
+
+
+def _intercept(points: Sequence[tuple[float, float]]) -> float:
+    """The value at 0 of the least-squares line through (x, y) points; 0 with a single point."""
+    if len(points) < 2:
+        return 0.0
+    sizes, values = np.asarray(points, dtype=np.float64).T
+    return float(np.polyfit(sizes, values, 1)[1])
+
+
+def _spread(samples: Sequence[Sequence[float]]) -> float:
+    """Relative scatter of single timings about their medians: 1.4826 × the median absolute deviation, at least 1 %."""
+    deviations = [abs(value / median(group) - 1) for group in samples for value in group]
+    return max(0.01, 1.4826 * median(deviations))
