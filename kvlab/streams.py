@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,6 @@ __all__ = ["CudaStreams", "Event", "Streams", "ThreadStreams", "copy_rows", "str
 CopyOp = Literal["gather", "scatter"]
 
 _STAGING_BYTES = 32 << 20  # device staging of one CUDA copy; more goes in several, so that staging stays small
-_PARALLEL_ELEMENTS = 32768  # from here on ATen splits an operation over threads (at::internal::GRAIN_SIZE)
 _CLOSE_S = 10.0  # how long closing waits for the worker's last file
 
 
@@ -142,20 +142,21 @@ def _as_rows(rows: Tensor, index: Tensor, host: Tensor) -> Tensor:
 def copy_rows(op: CopyOp, rows: Tensor, index: Tensor, host: Tensor, *, one_core: bool = False) -> None:
     """Gather or scatter where both sides are in CPU memory: one pass, no temporary.
 
-    `one_core`: in steps so small that torch does not wake its other threads, which would then spin on a core that
-    file I/O needs.
+    `one_core`: row by row on this thread, so that torch does not wake its other threads: between two copies they
+    would spin on the core that file I/O needs, and each copy would wait for one that has lost its core.
     """
     host_rows = _as_rows(rows, index, host)
-    count = index.shape[0]
-    step = max(1, (_PARALLEL_ELEMENTS - 1) // rows.shape[1]) if one_core else max(1, count)
-    for first in range(0, count, step):
-        ids, part = index, host_rows
-        if step < count:
-            ids, part = index[first : first + step], host_rows[first : first + step]
-        if op == "gather":
-            torch.index_select(rows, 0, ids, out=part)
-        else:
-            rows.index_copy_(0, ids, part)
+    if one_core:
+        pool, memory = rows.numpy(), host_rows.numpy()
+        for place, row in enumerate(index.tolist()):
+            if op == "gather":
+                np.copyto(memory[place], pool[row])
+            else:
+                np.copyto(pool[row], memory[place])
+    elif op == "gather":
+        torch.index_select(rows, 0, index, out=host_rows)
+    else:
+        rows.index_copy_(0, index, host_rows)
 
 
 class _WorkerEvent(Event):
