@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab import hf_config
-from kvlab.layers import Decoder, Layer, Pairs
+from kvlab.layers import CacheComponent, Decoder, Layer, Pairs
 
 __all__ = ["ModelArch", "preset_names"]
 
@@ -82,6 +82,16 @@ class ModelArch:
         counts: dict[Layer, int] = {}
         for layer in self.layers:
             counts[layer] = counts.get(layer, 0) + 1
+        return tuple(counts.items())
+
+    @cached_property
+    def cache_groups(self) -> tuple[tuple[CacheComponent, int], ...]:
+        """Distinct cache components (names set aside) with how often each occurs: K and V of all layers are one."""
+        counts: dict[CacheComponent, int] = {}
+        for layer, layers in self.layer_groups:
+            for component in layer.cache:
+                kind = replace(component, name="")
+                counts[kind] = counts.get(kind, 0) + layers
         return tuple(counts.items())
 
     @classmethod

@@ -62,7 +62,11 @@ def kv_bytes(
     A state has a fixed size. Draft (MTP) layers and partly filled groups of compressed caches are left out.
     Raises ValueError on negative or zero sizes.
     """
-    return sum(kv_bytes_by_component(arch, tokens, kv_dtype, tp, block_size, max_batched_tokens).values())
+    dtype = _checked_kv_dtype(arch, tokens, kv_dtype, tp, block_size, max_batched_tokens)
+    total = 0
+    for c, count in arch.cache_groups:
+        total += count * _component_bytes(c, tokens, c.dtype or dtype, tp, block_size, max_batched_tokens)
+    return total
 
 
 def kv_bytes_by_component(
@@ -74,6 +78,19 @@ def kv_bytes_by_component(
     max_batched_tokens: int | None = None,
 ) -> dict[str, int]:
     """`kv_bytes` by component name ("k", "v", "latent", "state", ...), same arguments and errors."""
+    dtype = _checked_kv_dtype(arch, tokens, kv_dtype, tp, block_size, max_batched_tokens)
+    sizes: dict[str, int] = {}
+    for layer, count in arch.layer_groups:
+        for c in layer.cache:
+            size = count * _component_bytes(c, tokens, c.dtype or dtype, tp, block_size, max_batched_tokens)
+            sizes[c.name] = sizes.get(c.name, 0) + size
+    return sizes
+
+
+def _checked_kv_dtype(
+    arch: ModelArch, tokens: int, kv_dtype: str | None, tp: int, block_size: int | None, max_batched_tokens: int | None
+) -> str:
+    """The KV dtype that applies, after checking every argument of `kv_bytes`."""
     _check_count("tokens", tokens, 0)
     _check_count("tp", tp, 1)
     if block_size is not None:
@@ -83,12 +100,7 @@ def kv_bytes_by_component(
     dtype = kv_dtype or arch.kv_dtype or "bf16"
     if dtype not in KV_DTYPES:
         raise ValueError(f"unknown KV dtype {dtype!r}; known: {', '.join(KV_DTYPES)}")
-    sizes: dict[str, int] = {}
-    for layer, count in arch.layer_groups:
-        for c in layer.cache:
-            size = count * _component_bytes(c, tokens, c.dtype or dtype, tp, block_size, max_batched_tokens)
-            sizes[c.name] = sizes.get(c.name, 0) + size
-    return sizes
+    return dtype
 
 
 def _component_bytes(
@@ -103,16 +115,13 @@ def _component_bytes(
 
 def _held_tokens(c: CacheComponent, tokens: int, block_size: int | None, max_batched_tokens: int | None) -> int:
     if c.cap_tokens is None:
-        cap = tokens
-    elif c.chunked:
-        cap = c.cap_tokens + (max_batched_tokens or 0)
-    else:
-        # The newest of max_batched_tokens queries still needs window - 1 keys before the oldest of them.
-        cap = c.cap_tokens - 1 + (max_batched_tokens or 1)
+        return tokens if block_size is None else -(-tokens // block_size) * block_size
+    # A window: the newest of max_batched_tokens queries still needs window - 1 keys before the oldest of them.
+    cap = c.cap_tokens + (max_batched_tokens or 0) if c.chunked else c.cap_tokens - 1 + (max_batched_tokens or 1)
     if block_size is None:
         return min(tokens, cap)
     blocks = -(-cap // block_size)
-    if c.cap_tokens is not None and not c.chunked:
+    if not c.chunked:
         # + 1: a window of ceil(n / block) blocks' worth of tokens may begin in the middle of one.
         blocks = -(-(c.cap_tokens - 1 + (max_batched_tokens or 0)) // block_size) + 1
     return min(blocks, -(-tokens // block_size)) * block_size
@@ -192,5 +201,5 @@ def _check_range(start: int, stop: int) -> None:
 
 
 def _check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if type(value) is not int or value < least:
         raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")

@@ -16,10 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from kvlab.arch import ModelArch
+from kvlab.arch import ModelArch, preset_names
 from kvlab.arithmetic import attention_flops, linear_flops
 
-__all__ = ["SCHEMA", "Curve", "Link", "Machine", "Prefill", "PrefillSeen", "TransferSeen", "machine_names"]
+__all__ = ["SCHEMA", "Curve", "Direction", "Link", "Machine", "Prefill", "PrefillSeen", "TransferSeen", "machine_names"]
 
 SCHEMA = "kvlab.machine/1"
 Direction = Literal["load", "store"]
@@ -45,10 +45,11 @@ class Curve:
 
     def __call__(self, size: float) -> float:
         """The value at `size`."""
-        if len(self.points) == 1 or size <= self.points[0][0]:
-            return self.points[0][1]
-        if size >= self.points[-1][0]:
-            return self.points[-1][1]
+        first, last = self.points[0], self.points[-1]
+        if size <= first[0]:
+            return first[1]
+        if size >= last[0]:
+            return last[1]
         xs, ys = self._logs
         x = math.log(size)
         above = bisect_right(xs, x)
@@ -132,19 +133,15 @@ class Prefill:
         """Seconds to compute [start, stop) behind a cached [0, start); FLOPs are divided by `speedup` (TP)."""
         if stop <= start:
             return 0.0
-        total, step = 0.0, self.chunk_tokens or stop - start
+        linear, attention = self.linear_flops_per_s, self.attention_flops_per_s
+        step = self.chunk_tokens or stop - start
+        fixed_s, flops_s = 0.0, 2 * arch.head_macs / linear(1)
         for first in range(start, stop, step):
             last = min(first + step, stop)
             rows = last - first
-            total += (
-                self.per_chunk_s
-                + (
-                    linear_flops(arch, rows) / self.linear_flops_per_s(rows)
-                    + attention_flops(arch, first, last) / self.attention_flops_per_s(rows)
-                )
-                / speedup
-            )
-        return total + 2 * arch.head_macs / self.linear_flops_per_s(1) / speedup
+            fixed_s += self.per_chunk_s
+            flops_s += linear_flops(arch, rows) / linear(rows) + attention_flops(arch, first, last) / attention(rows)
+        return fixed_s + flops_s / speedup
 
 
 @dataclass(frozen=True)
@@ -194,8 +191,14 @@ class Machine:
         return self.prefill.seconds(arch, start, stop, 1.0 if tp == 1 else tp * self.tp_efficiency)
 
     def extrapolated(self, arch: ModelArch) -> bool:
-        """Whether `arch` is another shape than the one the prefill curves were measured on."""
-        return arch.name != self.prefill.calibrated_on
+        """Whether `arch` is another shape than the one the prefill curves were measured on.
+
+        A preset's shape read from its config under another name is the same shape.
+        """
+        known = self.prefill.calibrated_on
+        if arch.name == known:
+            return False
+        return known not in preset_names() or ModelArch.preset(known).layers != arch.layers
 
     def with_link(self, tier: str, load: Link, store: Link | None = None) -> Machine:
         """This machine with one more (or another) tier."""

@@ -15,6 +15,7 @@ __all__ = [
     "parse_bandwidth_gb_per_s",
     "parse_bytes",
     "parse_count",
+    "parse_flops_per_s",
     "parse_s",
 ]
 
@@ -32,6 +33,7 @@ _BYTES = {
 }
 _BITS = {"b": 1, "kb": 10**3, "Kb": 10**3, "Mb": 10**6, "Gb": 10**9, "Tb": 10**12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_FLOPS = {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 _COUNTS = {"": 1, "k": 1000, "K": 1000, "M": 1_000_000, "Ki": 1024, "Mi": 1024**2}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 
@@ -67,6 +69,16 @@ def parse_bandwidth_gb_per_s(text: str) -> float:
     if bytes_per_s <= 0:
         raise ValueError(f"bandwidth {text!r} is not positive; a link that carries nothing cannot be priced")
     return bytes_per_s / 1e9
+
+
+def parse_flops_per_s(text: str) -> float:
+    """FLOP/s in "989TFLOP/s", "2.5PFLOP/s". Raises ValueError without a unit, or when it is not positive."""
+    number, unit = _split(text, "a compute rate", "989TFLOP/s")
+    if unit not in _FLOPS:
+        raise ValueError(f"compute rate {text!r} needs a unit: one of {', '.join(_FLOPS)}")
+    if number <= 0:
+        raise ValueError(f"compute rate {text!r} is not positive")
+    return number * _FLOPS[unit]
 
 
 def parse_s(text: str) -> float:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.arch import ModelArch
-from kvlab.arithmetic import attention_flops, linear_flops
-from kvlab.machine import SCHEMA, Curve, Link, Machine, Prefill, PrefillSeen, TransferSeen
+from kvlab.arithmetic import attention_flops, linear_flops, prefill_flops
+from kvlab.machine import SCHEMA, Curve, Link, Machine, Prefill, PrefillSeen, TransferSeen, machine_names
 
 ARCH = ModelArch.preset("smollm2-135m")
 
@@ -164,3 +164,66 @@ def test_a_machine_learns_from_what_it_sees():
 def test_another_shape_is_an_extrapolation():
     assert not a_machine().extrapolated(ARCH)
     assert a_machine().extrapolated(ModelArch.preset("llama-3.1-8b"))
+
+
+def test_a_preset_under_another_name_is_the_shape_it_was_measured_on():
+    # A config file is named by its folder; what was measured is a shape.
+    assert not a_machine().extrapolated(replace(ARCH, name="my-finetune"))
+    assert a_machine().extrapolated(replace(ARCH, name="my-finetune", layers=ARCH.layers[1:]))
+
+
+# Published profiles --------------------------------------------------------------------------------------------------
+
+PROFILES = ("a100-sxm-pcie4", "gb300-c2c", "gh200-c2c", "h100-sxm-pcie5")
+# How a number came to be in a profile; only the first two were read as they stand.
+BASES = {"measured", "measured elsewhere", "digitised", "fit", "estimate", "excerpt", "assumed"}
+
+
+def test_the_profiles_that_ship():
+    assert machine_names() == PROFILES
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_loads_and_prices_every_tier_in_both_directions(name):
+    machine = Machine.load(name)
+    assert machine.name == name
+    assert machine.provenance["kind"] == "published"
+    assert list(machine.links) == ["host", "disk", "net-100g", "net-400g", "tcp"]
+    for tier in machine.links:
+        for direction in ("load", "store"):
+            link = machine.link(tier, direction)
+            # Nothing published is faster than HBM or slower than a bad disk, and no spread is zero.
+            assert 1 / 1000 < link.transfer_s(10**9, 477, 32) < 1 / 0.1
+            assert 0.05 <= link.spread <= 0.5
+            assert link.source
+    arch = ModelArch.preset("llama-3.1-8b")
+    assert 1e14 < prefill_flops(arch, 0, 8192) / machine.prefill_s(arch, 0, 8192) < 2.5e15
+    assert machine.prefill.source
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_number_of_a_profile_says_where_it_comes_from(name):
+    data = Machine.load(name).to_dict()
+    defaults = {name: value for name, value in vars(Link(Curve(((1.0, 1.0),)))).items() if not name.startswith("_")}
+    stated = {"tp_efficiency"}
+    for tier, directions in data["links"].items():
+        for direction, link in directions.items():
+            numbers = {k for k, v in link.items() if isinstance(v, int | float | list) and not isinstance(v, bool)}
+            given = {k for k in numbers if k in ("gb_per_s", "spread", "ranks_per_link") or link[k] != defaults[k]}
+            stated |= {f"links.{tier}.{direction}.{k}" for k in given}
+    stated |= {
+        f"prefill.{k}" for k in ("linear_flops_per_s", "attention_flops_per_s", "per_chunk_s", "spread")
+    }  # what else a prefill has is a name or None
+    numbers = data["provenance"]["numbers"]
+    assert set(numbers) == stated
+    for key, entry in numbers.items():
+        assert entry["basis"] in BASES, key
+        assert len(entry["source"]) > 10, key
+
+
+@pytest.mark.parametrize("name", ["gb300-c2c", "gh200-c2c"])
+def test_an_estimated_prefill_is_labelled_and_wide(name):
+    machine = Machine.load(name)
+    assert machine.provenance["numbers"]["prefill.linear_flops_per_s"]["basis"] == "estimate"
+    assert machine.prefill.spread >= 0.3
+    assert machine.extrapolated(ModelArch.preset("llama-3.1-8b")), "nothing was measured on this machine"

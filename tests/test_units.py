@@ -79,3 +79,14 @@ def test_a_printed_bandwidth_says_the_same_in_bytes_and_bits(rate):
 def test_infinite_quantities_are_words():
     assert units.format_s(math.inf) == "never"
     assert units.format_gb_per_s(math.inf) == "infinite"
+
+
+@pytest.mark.parametrize(("text", "flops"), [("989TFLOP/s", 989e12), ("2.5 PFLOP/s", 2.5e15), ("80GFLOP/s", 8e10)])
+def test_compute_rates(text, flops):
+    assert units.parse_flops_per_s(text) == pytest.approx(flops)
+
+
+@pytest.mark.parametrize("text", ["989", "989TFLOPS", "989TFLOPs", "0TFLOP/s", "fast"])
+def test_a_compute_rate_needs_its_unit_and_a_size(text):
+    with pytest.raises(ValueError, match="compute rate"):
+        units.parse_flops_per_s(text)

@@ -1,0 +1,29 @@
+"""The `kvlab` command. Heavy imports (torch, matplotlib) happen inside the commands, so that --help is instant."""
+
+from __future__ import annotations
+
+import typer
+
+from kvlab.cli import bench, crossover, doctor, model, plan
+from kvlab.cli.console import command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="kvlab",
+    help="Reload a KV cache or recompute it? Learn it, then decide with numbers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(command(crossover.crossover))
+app.command()(command(crossover.calibrate))
+app.command()(command(plan.plan))
+app.command()(command(bench.bench))
+app.command()(command(doctor.doctor))
+app.add_typer(model.app, name="model")
+
+
+def main() -> None:
+    """Entry point of the `kvlab` script."""
+    app()
