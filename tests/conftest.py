@@ -1,5 +1,7 @@
 """Fixtures that several test files share."""
 
+import os
+
 import pytest
 
 
@@ -11,4 +13,5 @@ def smollm2_path():
     try:
         return fetch("smollm2-135m", quiet=True)
     except OSError as error:
+        assert not os.environ.get("KVLAB_REQUIRE_MODEL"), f"KVLAB_REQUIRE_MODEL is set, but: {error}"
         pytest.skip(f"no SmolLM2 weights: {error}")

@@ -123,7 +123,7 @@ def auto_lengths(
     budget_s: float,
     rounds: int,
 ) -> list[int]:
-    """Four or more lengths in even ratios from one block up, as far as the sweep is predicted to fit `budget_s` and the text.
+    """Four or more lengths in even ratios from one block up, as far as text and `budget_s` are predicted to allow.
 
     A slow tier is taken to cost about what recomputing costs (an emulated link is chosen so), a fast one little more
     than the suffix. How far comes first, since flips are shallow; then how many.
