@@ -5,6 +5,7 @@ Knows presets, folders, GGUF files and hub ids. Does not know how the model comp
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from kvlab import tokenizer as tokenizers
 from kvlab import weights as weights_module
 from kvlab.arch import ModelArch, preset_names
 from kvlab.gguf_file import GgufFile
+from kvlab.memory import check_fits
 from kvlab.model import Model
 from kvlab.pool import TORCH_DTYPES
 from kvlab.rope import rope_for
@@ -87,6 +89,8 @@ def load_model(
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
     arch, tensors, said, load_tokenizer = _find(source, seed)
+    elements = sum(math.prod(shape) for shape in weights_module.tensor_shapes(arch).values())
+    check_fits(f"{arch.name} in {dtype}", elements * TORCH_DTYPES[dtype].itemsize, device)
     return Model(
         arch=arch,
         dtype=dtype,

@@ -16,7 +16,7 @@ FLOORS = {
     **dict.fromkeys(("plan", "settings", "waiting"), 1),
     **dict.fromkeys(("blocks", "fingerprint", "prefix"), 1),
     **dict.fromkeys(("hf_config", "hf_fields", "hf_rules", "hf_layers", "hf_mixer", "hf_ffn"), 1),
-    **dict.fromkeys(("pool", "streams", "adversaries", "transfer", "staging", "tiers"), 2),
+    **dict.fromkeys(("memory", "pool", "streams", "adversaries", "transfer", "staging", "tiers"), 2),
     **dict.fromkeys(("model", "attention", "linear", "rope", "adapter"), 3),
     **dict.fromkeys(("loading", "weights", "tokenizer", "gguf_file"), 3),
     **dict.fromkeys(("request", "policy", "scheduler", "engine", "simulate"), 4),

