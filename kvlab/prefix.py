@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["matched_blocks", "reusable_tokens"]
+__all__ = ["matched_blocks", "reloadable_tokens"]
 
 
 def matched_blocks(hashes: Sequence[bytes], known: Callable[[bytes], bool]) -> int:
@@ -18,10 +18,10 @@ def matched_blocks(hashes: Sequence[bytes], known: Callable[[bytes], bool]) -> i
     return len(hashes)
 
 
-def reusable_tokens(matched: int, block_size: int, prompt_tokens: int) -> int:
-    """Prompt positions whose KV may be reused when `matched` leading blocks are known.
+def reloadable_tokens(prefix: int, prompt: int, block_size: int) -> int:
+    """Tokens that a reload can bring for a cached `prefix` of a `prompt` (both in tokens).
 
-    The last token is always computed, since its logits are what the request came for: a wholly cached prompt reuses
-    one token less than its length.
+    Whole blocks only: a partial block is never stored. And less than the prompt: its last token is always computed,
+    since its logits are what the request came for.
     """
-    return max(0, min(matched * block_size, prompt_tokens - 1))
+    return min(prefix, prompt - 1) // block_size * block_size

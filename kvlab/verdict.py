@@ -14,6 +14,7 @@ from typing import Literal
 from kvlab.arch import ModelArch
 from kvlab.arithmetic import attention_flops, kv_bytes, linear_flops
 from kvlab.machine import Machine
+from kvlab.prefix import reloadable_tokens
 from kvlab.units import format_bytes, format_gb_per_s, format_s
 
 __all__ = [
@@ -124,7 +125,7 @@ class Verdict:
     @property
     def reload_tokens(self) -> int:
         """Tokens that a reload brings: the prefix's whole blocks, less one when nothing would be left to compute."""
-        return _reloadable(self.prefix, self.suffix, self.block_size)
+        return reloadable_tokens(self.prefix, self.prefix + self.suffix, self.block_size)
 
     @cached_property
     def _scan(self) -> tuple[list[int], list[float], list[float]]:
@@ -293,11 +294,6 @@ def _speed(total_bytes: float, seconds: float) -> float:
     return total_bytes / seconds / 1e9 if seconds > 0 else math.inf
 
 
-def _reloadable(prefix: int, suffix: int, block_size: int) -> int:
-    # Whole blocks only, and at least one token is left to compute: its logits are what the request came for.
-    return min(prefix, prefix + suffix - 1) // block_size * block_size
-
-
 def decide(
     arch: ModelArch,
     machine: Machine,
@@ -342,7 +338,7 @@ def decide(
             f" link_share {link_share} in (0, 1]"
         )
     link, total = machine.link(tier), prefix + suffix
-    kept = _reloadable(prefix, suffix, block_size)
+    kept = reloadable_tokens(prefix, total, block_size)
     blocks, layers = kept // block_size, len(arch.layers)
     size_bytes = kv_bytes(arch, kept, kv_dtype, tp, block_size)
     reload_s = link.transfer_s(size_bytes, blocks, layers, link_share, tp)

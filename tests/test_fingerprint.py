@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.fingerprint import HASH_BYTES, Fingerprint, block_hashes
-from kvlab.prefix import matched_blocks, reusable_tokens
+from kvlab.prefix import matched_blocks, reloadable_tokens
 
 BASE = Fingerprint("weights", "config", "tokenizer", "rope", "bf16", "block_major/16")
 
@@ -86,7 +86,7 @@ def test_matching_stops_at_the_first_gap_and_the_last_token_is_always_computed()
     assert matched_blocks([b"a", b"b", b"c", b"d"], known.__contains__) == 2
     assert matched_blocks([b"a"], known.__contains__) == 1
     assert matched_blocks([], known.__contains__) == 0
-    assert reusable_tokens(2, 16, 40) == 32
-    assert reusable_tokens(2, 16, 33) == 32
-    assert reusable_tokens(2, 16, 32) == 31  # wholly cached: one token less
-    assert reusable_tokens(0, 16, 0) == 0
+    assert reloadable_tokens(40, 41, 16) == 32  # a partial block is never stored
+    assert reloadable_tokens(32, 33, 16) == 32
+    assert reloadable_tokens(32, 32, 16) == 16  # wholly cached: the last token is computed, and so its block
+    assert reloadable_tokens(15, 100, 16) == 0

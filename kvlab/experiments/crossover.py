@@ -22,6 +22,7 @@ from kvlab.experiments.rig import Rig
 from kvlab.machine import Machine
 from kvlab.model import Model
 from kvlab.pool import BlockPool
+from kvlab.prefix import reloadable_tokens
 from kvlab.records import bootstrap_interval, machine_facts, median, now_utc
 from kvlab.tiers import DiskTier, Tier, bytes_read_from_device
 from kvlab.verdict import Verdict, crossings_of, decide, interpolated_crossover
@@ -236,7 +237,7 @@ class _Sweep:
         rig = self.rig
         table = rig.table(len(tokens))
         rig.prefill(tokens[:length], table)
-        kept = length // rig.block_size * rig.block_size
+        kept = reloadable_tokens(length, len(tokens), rig.block_size)
         for name, tier in self.tiers.items():
             before = tier.used_bytes
             rig.offload(tier, tokens[:length], table, salt=str(length))
@@ -264,7 +265,7 @@ class _Sweep:
                 if arm == "recompute":
                     self.measured.recompute_s[i].append(self.rig.recompute(tokens).ttft_s)
                 elif arm == "resident":
-                    kept = self.measured.lengths[i] // self.rig.block_size * self.rig.block_size
+                    kept = reloadable_tokens(self.measured.lengths[i], len(tokens), self.rig.block_size)
                     self.measured.resident_s[i].append(self.rig.prefill(tokens[kept:], table, kept).ttft_s)
                 else:
                     self._resume(arm, i, tokens, logits)

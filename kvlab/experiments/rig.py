@@ -18,6 +18,7 @@ from kvlab.fingerprint import Fingerprint, block_hashes
 from kvlab.memory import check_fits
 from kvlab.model import Model
 from kvlab.pool import BlockPool
+from kvlab.prefix import reloadable_tokens
 from kvlab.streams import Streams, streams_for
 from kvlab.tiers import Tier
 from kvlab.transfer import Transfer, TransferReport
@@ -110,7 +111,7 @@ class Rig:
 
         Raises RuntimeError when a block did not come back whole: an experiment must not time a miss as a reload.
         """
-        kept = min(prefix, len(tokens) - 1) // self.block_size * self.block_size
+        kept = reloadable_tokens(prefix, len(tokens), self.block_size)
         fingerprint = self.copy_of(salt)
         hashes = block_hashes(fingerprint, tokens[:kept], self.block_size)
         self._synchronise()
