@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvlab import hf_config
+from kvlab.hf import config as hf_config
 from kvlab.layers import CacheComponent, Decoder, Layer, Pairs
 
 __all__ = ["ModelArch", "preset_names"]

@@ -140,7 +140,7 @@ def prefill_flops(arch: ModelArch, start: int, stop: int, mla: str = "expanded")
     Of experts only the active ones and the router count. `mla` "expanded" projects every cached latent to keys and
     values again in each pass (what servers do in prefill), "absorbed" attends to the latents themselves.
     Left out: softmax, norms, RoPE, activations and embedding look-up (below 1 % for hidden sizes of 1,000 and up);
-    the decays, gates and chunk-wise overhead of recurrences (`hf_mixer`). Kernels that do not skip the masked half of
+    the decays, gates and chunk-wise overhead of recurrences (`hf.mixer`). Kernels that do not skip the masked half of
     [start, stop) spend up to twice the attention FLOPs counted here, and more for windows that they do not skip.
     With expanded MLA the FLOPs of two passes exceed those of one by the projection of the cached latents.
     Raises ValueError unless 0 <= start <= stop.

@@ -15,7 +15,7 @@ FLOORS = {
     **dict.fromkeys(("units", "layers", "arch", "arithmetic", "machine", "verdict", "storing"), 1),
     **dict.fromkeys(("plan", "settings", "waiting"), 1),
     **dict.fromkeys(("blocks", "fingerprint", "prefix"), 1),
-    **dict.fromkeys(("hf_config", "hf_fields", "hf_rules", "hf_layers", "hf_mixer", "hf_ffn"), 1),
+    "hf": 1,
     **dict.fromkeys(("memory", "pool", "streams", "adversaries", "transfer", "staging", "tiers"), 2),
     **dict.fromkeys(("model", "attention", "linear", "rope", "adapter"), 3),
     **dict.fromkeys(("loading", "weights", "tokenizer", "gguf_file"), 3),

@@ -1,7 +1,7 @@
 """Read a Hugging Face `config.json` into the fields of a `ModelArch`.
 
 Knows files, nesting and what belongs to the whole model. What it cannot read it refuses, naming the field and its
-value; layers are read by `hf_layers`, and rules that live in a model's code are in `hf_rules`.
+value; layers are read by `hf.layers`, and rules that live in a model's code are in `hf.rules`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvlab.hf_ffn import is_gated, needs_activation_rule
-from kvlab.hf_fields import Fields, check_finite
-from kvlab.hf_layers import read_layers
-from kvlab.hf_rules import CLASS_DEFAULTS, DECODER_FAMILY, ENCODER_TYPES, NESTED, POSITION_KEYS, UNGATED, UNKNOWN_STATE
+from kvlab.hf.ffn import is_gated, needs_activation_rule
+from kvlab.hf.fields import Fields, check_finite
+from kvlab.hf.layers import read_layers
+from kvlab.hf.rules import CLASS_DEFAULTS, DECODER_FAMILY, ENCODER_TYPES, NESTED, POSITION_KEYS, UNGATED, UNKNOWN_STATE
 from kvlab.layers import Decoder, Layer
 
 __all__ = ["read"]

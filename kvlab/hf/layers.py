@@ -1,6 +1,6 @@
 """Which mixer sits in which layer, and each layer's counts put together from its mixer and its FFN.
 
-Knows every way a config states a per-layer pattern. Does not know what a mixer costs (`hf_mixer`) nor files.
+Knows every way a config states a per-layer pattern. Does not know what a mixer costs (`hf.mixer`) nor files.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvlab.hf_ffn import ffn_macs
-from kvlab.hf_fields import Fields
-from kvlab.hf_mixer import attention, compressed, short_conv, state
-from kvlab.hf_rules import LAYER_KINDS, PATTERNS
+from kvlab.hf.ffn import ffn_macs
+from kvlab.hf.fields import Fields
+from kvlab.hf.mixer import attention, compressed, short_conv, state
+from kvlab.hf.rules import LAYER_KINDS, PATTERNS
 from kvlab.layers import Layer
 
 __all__ = ["layer_kinds", "read_layers"]

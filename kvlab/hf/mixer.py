@@ -1,7 +1,7 @@
 """What one layer's mixer caches and costs: GQA, MLA (with or without an indexer), compressed attention, recurrences.
 
 Knows the shapes of the mixers (from transformers 5.24, models/<type>/modeling_<type>.py) and reads their sizes from a
-config. Does not know which layer holds which mixer (`hf_layers`) nor the FFN (`hf_ffn`).
+config. Does not know which layer holds which mixer (`hf.layers`) nor the FFN (`hf.ffn`).
 
 State updates count matrix products only: 2 MACs per state element for Mamba and lightning attention (write, read), 3
 for the delta rule (recall, write, read), plus kernel × channels for a depthwise convolution. Decays, gates and the
@@ -10,8 +10,8 @@ extra work of chunk-wise kernels are left out.
 
 from __future__ import annotations
 
-from kvlab.hf_fields import Fields
-from kvlab.hf_rules import GATED_QUERY, OUTPUT_GATE
+from kvlab.hf.fields import Fields
+from kvlab.hf.rules import GATED_QUERY, OUTPUT_GATE
 from kvlab.layers import CacheComponent, Layer, Pairs
 
 __all__ = ["attention", "compressed", "model_dtype", "short_conv", "state"]

@@ -6,8 +6,8 @@ activates count, since that is what it computes.
 
 from __future__ import annotations
 
-from kvlab.hf_fields import Fields
-from kvlab.hf_rules import SHARED_EXPERT_GATE, UNGATED
+from kvlab.hf.fields import Fields
+from kvlab.hf.rules import SHARED_EXPERT_GATE, UNGATED
 
 __all__ = ["ffn_macs", "is_gated", "is_sparse", "needs_activation_rule"]
 

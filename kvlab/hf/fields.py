@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvlab.hf_rules import ALIASES, class_defaults
+from kvlab.hf.rules import ALIASES, class_defaults
 
 __all__ = ["Fields", "check_finite"]
 
@@ -22,7 +22,7 @@ class Fields(Mapping[str, Any]):
 
     Sizes are positive integers: zero, negative numbers, booleans, strings and NaN raise a ValueError that names the
     field and its value. Canonical names are looked up under all their aliases.
-    A field that the config leaves out takes the default of the model's own config class (`hf_rules.CLASS_DEFAULTS`).
+    A field that the config leaves out takes the default of the model's own config class (`hf.rules.CLASS_DEFAULTS`).
     """
 
     def __init__(self, config: Mapping[str, Any], model_type: str) -> None:

@@ -1,0 +1,1 @@
+"""Hugging Face configs: from a `config.json` to the fields of a `ModelArch`. `config` is the way in."""
