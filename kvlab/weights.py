@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvlab.arch import ModelArch
+from kvlab.hub import hub_folder
 from kvlab.layers import Decoder
 from kvlab.linear import pack, unpacked
 
@@ -266,16 +267,8 @@ def read_safetensors(folder: Path) -> LazyTensors:
 
 def from_hub(repo: str) -> Path:
     """Download (or find in the hub cache) what kvlab needs of `org/name`; returns the folder. Raises OSError."""
-    from huggingface_hub import snapshot_download  # here, because it is slow to import and rarely needed
-
-    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
-    try:
-        return Path(snapshot_download(repo, allow_patterns=[*patterns, "chat_template.jinja"]))
-    except Exception as error:  # the hub client raises HTTP, URL, validation and its own errors
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OSError(
-            f"cannot get {repo!r} from the Hugging Face hub, and it is not a local folder: {first}"
-        ) from error
+    weights = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+    return hub_folder(repo, [*weights, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ FLOORS = {
     "hf": 1,
     **dict.fromkeys(("memory", "pool", "streams", "adversaries", "transfer", "staging", "tiers"), 2),
     **dict.fromkeys(("model", "attention", "linear", "rope", "adapter"), 3),
-    **dict.fromkeys(("loading", "weights", "tokenizer", "gguf_file"), 3),
+    **dict.fromkeys(("loading", "weights", "hub", "tokenizer", "gguf_file"), 3),
     **dict.fromkeys(("request", "policy", "scheduler", "engine", "simulate"), 4),
     **dict.fromkeys(("experiments", "records"), 5),
     **dict.fromkeys(("cli", "lab", "bridges"), 6),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -157,21 +158,22 @@ def test_what_cannot_be_planned_is_one_line_and_exit_2(kvlab_plan, arguments, me
 def test_a_hub_that_cannot_be_reached_is_one_line(kvlab_plan, monkeypatch):
     import huggingface_hub
 
-    def refuse(repo, file):
-        assert (repo, file) == ("org/model", "config.json"), "the config alone is fetched"
+    def refuse(repo, allow_patterns):
+        assert (repo, allow_patterns) == ("org/model", ["config.json"]), "the config alone is fetched"
         raise ConnectionError("no route to host\nand much more")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     code, _, errors = kvlab_plan("--model", "org/model", "--machine", "h100-sxm-pcie5")
     assert code == 2
-    assert "cannot get config.json of 'org/model' from the Hugging Face hub" in errors
+    assert "cannot get 'org/model' from the Hugging Face hub" in errors
     assert errors.count("\n") == 1
 
 
-def test_a_hub_id_names_the_model(kvlab_plan, monkeypatch):
+def test_a_hub_id_names_the_model(kvlab_plan, monkeypatch, tmp_path):
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, file: str(CONFIGS / "Qwen2.5-7B.json"))
+    shutil.copy(CONFIGS / "Qwen2.5-7B.json", tmp_path / "config.json")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, allow_patterns: str(tmp_path))
     code, text, _ = kvlab_plan("--model", "Qwen/Qwen2.5-7B", "--machine", "a100-sxm-pcie4", "--prefix", "1k", "--json")
     assert code == 0
     assert json.loads(text)["model"] == "Qwen2.5-7B"

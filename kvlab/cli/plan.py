@@ -13,6 +13,7 @@ import typer
 
 from kvlab.arch import ModelArch, preset_names
 from kvlab.cli import plan_report
+from kvlab.hub import hub_folder
 from kvlab.machine import Curve, Link, Machine, Prefill
 from kvlab.units import format_gb_per_s, parse_bandwidth_gb_per_s, parse_count, parse_flops_per_s, parse_s
 
@@ -96,23 +97,11 @@ def find_arch(name: str) -> ModelArch:
         # A config kept under another file name is called by it, not by the folder.
         return arch if path.is_dir() or path.name == "config.json" else replace(arch, name=path.stem)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return replace(ModelArch.from_hf(_hub_config(name)), name=name.partition("/")[2])
+        return replace(ModelArch.from_hf(hub_folder(name, ["config.json"])), name=name.partition("/")[2])
     known = ", ".join(preset_names())
     raise ValueError(
         f"unknown model {name!r}; expected a config.json, a folder, a hub id 'org/name', or one of {known}"
     )
-
-
-def _hub_config(repo: str) -> Path:
-    from huggingface_hub import hf_hub_download  # here, because it is slow to import and rarely needed
-
-    try:
-        return Path(hf_hub_download(repo, "config.json"))
-    except Exception as error:  # the hub client raises HTTP, URL, validation and its own errors
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise OSError(
-            f"cannot get config.json of {repo!r} from the Hugging Face hub, and it is no local folder: {first}"
-        ) from error
 
 
 def _find_machine(machine: str | None, peak: str | None, mfu: float, links: Sequence[str]) -> Machine:
