@@ -17,7 +17,8 @@ def hub_folder(repo: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # it retries for some 20 s, and would print a line for each attempt
+    # It retries for some 20 s, and would print a line for each attempt.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         return Path(snapshot_download(repo, allow_patterns=list(patterns)))
     except Exception as error:  # the client raises HTTP, URL, validation and its own errors

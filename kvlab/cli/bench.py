@@ -16,7 +16,8 @@ from kvlab.cli.console import out, progress
 
 def bench(
     groups: Annotated[
-        list[str] | None, typer.Argument(help="host, disk, prefill, resume, prediction; without any: all of them.")
+        list[str] | None,
+        typer.Argument(help="start, host, disk, prefill, resume, prediction; without any: all of them."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto: cuda where there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16; auto: the faster one on this machine.")] = "auto",
@@ -74,18 +75,33 @@ def _met(row: Mapping[str, Any]) -> str:
     return {True: "met", False: "missed", None: "-"}[row["met"]]
 
 
+def _ours(row: Mapping[str, Any]) -> str:
+    return "n/a" if row["ours"] is None else f"{row['ours']:.3g} {row['unit']}"
+
+
 def _line(row: Mapping[str, Any]) -> str:
-    ours = "n/a" if row["ours"] is None else f"{row['ours']:.4g}"
-    return f"{row['name']}: {ours} {row['unit']}; {_beside(row)}; ratio {_ratio(row)}; {row['goal']}: {_met(row)}"
+    parts = [
+        f"{row['name']}: {_ours(row)}",
+        _beside(row),
+        _ratio(row) and f"ratio {_ratio(row)}",
+        row["goal"],
+        _met(row),
+    ]
+    return "; ".join(part for part in parts if part)
 
 
-def _table(rows: list[Mapping[str, Any]]) -> None:
+def _table(rows: list[dict[str, Any]]) -> None:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="kvlab bench (ratio above 1: kvlab is faster)", title_justify="left")
-    for column in ("what", "ours", "beside", "ratio [95 %]", "goal", ""):
-        table.add_column(column)
+    table = Table(
+        title="kvlab bench; a ratio above 1: kvlab is faster",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in ("what", "ours", "ratio [95 %]", "goal", ""):
+        table.add_column(column, no_wrap=column in ("ours", ""))
     for row in rows:
-        ours = "n/a" if row["ours"] is None else f"{row['ours']:.4g} {row['unit']}"
-        table.add_row(row["name"], ours, _beside(row), _ratio(row), row["goal"], _met(row))
+        table.add_row(row["name"], _ours(row), _ratio(row), row["goal"], _met(row))
     out.print(table)

@@ -229,7 +229,7 @@ def _time_transfers(
             for n in ladder:
                 tier.clear()
                 begin = time.perf_counter()
-                rig.transfer.offload(tier, home.blocks[:n], hashes[:n]).wait()
+                rig.transfer.offload(tier, home.blocks[:n], hashes[:n], source_held=True).wait()
                 stored_s = time.perf_counter() - begin
                 tier.drop_pages()
                 away = rig.table(n * block_size)

@@ -104,7 +104,7 @@ class Rig:
         """Store the whole blocks of `tokens` in `tier`; returns when they are there."""
         fingerprint = self.copy_of(salt)
         hashes = block_hashes(fingerprint, tokens, self.block_size)
-        return self.transfer.offload(tier, table.blocks[: len(hashes)], hashes, fingerprint).wait()
+        return self.transfer.offload(tier, table.blocks[: len(hashes)], hashes, fingerprint, source_held=True).wait()
 
     def resume(self, tier: Tier, tokens: Sequence[int], prefix: int, salt: str = "") -> Resumed:
         """Reload the whole blocks of `tokens[:prefix]` into fresh blocks, compute the rest, take the first token.

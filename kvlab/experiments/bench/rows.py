@@ -1,0 +1,61 @@
+"""A bench row, and how arms are timed beside each other. Does not know what is measured."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvlab.records import bootstrap_interval
+
+__all__ = ["Progress", "Row", "interleave", "ratio_interval"]
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the bench. `of_floor`, `of_peer` above 1: we are faster. `met` None: could not be measured here."""
+
+    name: str
+    ours: float
+    unit: str
+    floor: float | None = None
+    of_floor: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+    of_peer: dict[str, float] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
+    goal: str = ""
+    met: bool | None = None
+
+
+def interleave(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each arm in each round; the order turns, one warm-up round is dropped, the collector is off.
+
+    An arm that must not count its preparation returns the seconds it took itself.
+    """
+    names = list(arms)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds + 1):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                begin = time.perf_counter()
+                own_s = arms[name]()
+                elapsed_s = own_s if isinstance(own_s, float) else time.perf_counter() - begin
+                if number:
+                    seconds[name].append(elapsed_s)
+    finally:
+        gc.enable()
+    return seconds
+
+
+def ratio_interval(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float] | None:
+    """Bootstrap interval over rounds of median(slow) ÷ median(fast)."""
+    a, b = np.asarray(slow), np.asarray(fast)
+    return bootstrap_interval(lambda rounds: float(np.median(a[rounds]) / np.median(b[rounds])), len(a))
