@@ -65,16 +65,18 @@ def crossings_of(tokens: Sequence[int], reload_s: Sequence[float], recompute_s: 
 def interpolated_crossover(
     tokens: Sequence[int], reload_s: Sequence[float], recompute_s: Sequence[float]
 ) -> float | None:
-    """The length from which reload wins for good, on straight lines between lengths; 0: always; None: never.
+    """The length from which reload wins for good, interpolated between lengths; 0: always; None: never.
 
-    Between two lengths the difference of the times is a straight line; its root is the estimate, not a measured length.
+    Between two lengths both times are taken as power laws (straight in log-log, as such curves nearly are): a straight
+    line through a wide gap would be biased towards its short end, since recompute bends upwards.
     """
     at = settled_crossover(tokens, reload_s, recompute_s)
     if not at:
         return at
     above = tokens.index(at)
-    gaps = [reload_s[i] - recompute_s[i] for i in (above - 1, above)]  # first >= 0: recompute wins or ties; then < 0
-    return tokens[above - 1] + gaps[0] / (gaps[0] - gaps[1]) * (at - tokens[above - 1])
+    # log(reload ÷ recompute): at first >= 0 (recompute wins or ties), then < 0.
+    before, after = (math.log(reload_s[i] / recompute_s[i]) for i in (above - 1, above))
+    return float(tokens[above - 1] * (at / tokens[above - 1]) ** (before / (before - after)))
 
 
 def settled_crossover(tokens: Sequence[int], reload_s: Sequence[float], recompute_s: Sequence[float]) -> int | None:

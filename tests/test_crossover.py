@@ -93,9 +93,9 @@ def test_the_reload_goes_into_other_blocks_than_before(model, monkeypatch):
         seen.append(blocks)
         return reload(self, tier, hashes, blocks, fingerprint)
 
-    def seen_offload(self, tier, blocks, hashes, fingerprint=None):
+    def seen_offload(self, tier, blocks, hashes, fingerprint=None, **options):
         seen.append(blocks)
-        return offload(self, tier, blocks, hashes, fingerprint)
+        return offload(self, tier, blocks, hashes, fingerprint, **options)
 
     monkeypatch.setattr(Transfer, "reload", seen_reload)
     monkeypatch.setattr(Transfer, "offload", seen_offload)
@@ -137,8 +137,10 @@ def fake_measured(reload_s, recompute_s, lengths=(64, 128, 256)) -> crossover.Me
 
 def test_the_measured_flip_is_where_the_medians_cross_not_a_measured_length():
     measured = fake_measured([[2.0] * 7] * 3, [[1.0] * 7, [1.5] * 7, [2.5] * 7])
-    assert crossover.measured_crossover(measured, "host") == pytest.approx(192)
-    assert crossover.crossover_interval(measured, "host") == (192.0, 192.0)
+    # log(2/1.5) = 0.2877 at 128, log(2/2.5) = -0.2231 at 256: 0.5632 of the way, on a log scale
+    assert crossover.measured_crossover(measured, "host") == pytest.approx(128 * 2**0.56319, rel=1e-4)
+    low, high = crossover.crossover_interval(measured, "host")
+    assert low == high == crossover.measured_crossover(measured, "host"), "equal rounds leave no doubt"
 
 
 def test_the_interval_covers_always_and_never():

@@ -239,9 +239,18 @@ def test_measured_curves_flip_where_their_lines_cross():
     tokens, reload_s, recompute_s = [100, 200, 400], [2.0, 2.0, 2.0], [1.0, 1.5, 3.5]
     assert crossings_of(tokens, reload_s, recompute_s) == [Crossing(400, "reload")]
     assert settled_crossover(tokens, reload_s, recompute_s) == 400
-    assert interpolated_crossover(tokens, reload_s, recompute_s) == pytest.approx(250)
+    # log(2/1.5) = 0.2877 at 200 and log(2/3.5) = -0.5596 at 400: 0.3396 of the way, on a log scale
+    assert interpolated_crossover(tokens, reload_s, recompute_s) == pytest.approx(200 * 2**0.33954, rel=1e-4)
     assert interpolated_crossover(tokens, [0.5] * 3, recompute_s) == 0
     assert interpolated_crossover(tokens, [9.0] * 3, recompute_s) is None
+
+
+@given(st.floats(0.5, 1.5), st.floats(1.6, 2.5), st.integers(100, 5000))
+def test_power_laws_are_interpolated_exactly_however_wide_the_gap(slow, steep, flip):
+    tokens = [16, 6400]
+    a = [2.0 * (n / flip) ** slow for n in tokens]
+    b = [2.0 * (n / flip) ** steep for n in tokens]
+    assert interpolated_crossover(tokens, a, b) == pytest.approx(flip)
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=12))
