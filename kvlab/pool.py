@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from kvlab.streams import host_memory
 
 __all__ = ["TORCH_DTYPES", "BlockPool", "KVLayout", "LayerGroups"]
 
@@ -77,7 +81,10 @@ class BlockPool:
         rows = num_blocks * layout.layers * 2
         fill = float("nan") if poison else 0.0
         # [rows, block_size · kv_heads · head_dim]; filled, so that pages are mapped before anything is timed.
-        self.rows = torch.full((rows, row_elements), fill, dtype=dtype, device=device)
+        if torch.device(device).type == "cpu":  # at a page boundary, so that files can be read into blocks directly
+            self.rows = host_memory(rows * layout.row_bytes).view(dtype).view(rows, row_elements).fill_(fill)
+        else:
+            self.rows = torch.full((rows, row_elements), fill, dtype=dtype, device=device)
         # [num_blocks · block_size · …] for writes by slot: one [kv_heads · head_dim] vector per token.
         self._vectors = self.rows.view(rows * layout.block_size, layout.kv_heads * layout.head_dim)
 
@@ -133,7 +140,7 @@ class LayerGroups:
     """A pool's layers in `groups` runs that move apart, so that compute can begin before all have come.
 
     `layers` [(start, stop)]: half-open, their lengths differ by one at most. `extents`: bytes of each group's part of
-    one block. Raises ValueError unless 1 <= groups <= layers.
+    one block. `in_place`: whether each lies together in CPU memory. Raises ValueError unless 1 <= groups <= layers.
     """
 
     def __init__(self, pool: BlockPool, groups: int) -> None:
@@ -147,12 +154,22 @@ class LayerGroups:
         # 16-byte elements: index_select and index_copy_ move complex128 at memcpy speed, and bf16 at half of it.
         self._rows = pool.rows.view(torch.complex128)
         self._parts: list[Tensor] = []
+        self._extents: list[npt.NDArray[np.uint8]] = []  # by group: [num_blocks, extent]
         if pool.layout.order == "block_major":
             blocks = self._rows.view(pool.num_blocks, -1)  # [num_blocks, block_bytes / 16]
             self._parts = [blocks[:, a * layer_bytes // 16 : b * layer_bytes // 16] for a, b in self.layers]
+            if pool.device.type == "cpu":
+                raw = pool.rows.view(torch.uint8).view(pool.num_blocks, -1).numpy()
+                self._extents = [raw[:, a * layer_bytes : b * layer_bytes] for a, b in self.layers]
+        self.in_place = bool(self._extents)
 
     def rows(self, group: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """What to index, and with what, to reach `group` of `blocks` [n] (int64): whole extents where contiguous."""
         if self._parts:
             return self._parts[group], blocks
         return self._rows, self._pool.group_index(blocks, *self.layers[group])
+
+    def extents_of(self, group: int, blocks: Tensor) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of `group` of `blocks` [n], where they lie in the pool; only if `in_place`."""
+        extents = self._extents[group]
+        return [extents[block] for block in blocks.tolist()]

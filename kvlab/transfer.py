@@ -3,8 +3,9 @@
 The waits, each of which has a test that fails without it. Offload: a gather after the compute that wrote its blocks,
 and after the write that last used its staging; the write after its gather; compute after the gather, before the blocks
 are reused. Reload: the check after its read; the scatter after the compute that last used its blocks; compute after the
-scatter; a read after the scatter that last used its staging. A failed read is a miss, never an exception.
-Does not know requests, models, or who owns a block.
+scatter; a read after the scatter that last used its staging. Where a file is read into the pool itself, or written from
+it, the read or write stands for both jobs and asks for the waits of both: no staging, no copy, nothing between disk and
+blocks but the check. A failed read is a miss, never an exception. Does not know requests, models, or who owns a block.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,12 +24,13 @@ from torch import Tensor
 
 from kvlab.fingerprint import Fingerprint
 from kvlab.pool import BlockPool, LayerGroups
-from kvlab.streams import Event, Streams
-from kvlab.tiers.base import PAGE, Geometry, Load, Piece, Staging, StagingBuffer, Store, Tier, checksum, sleep_until
+from kvlab.streams import PAGE, Event, Streams
+from kvlab.tiers.base import Bytes, Geometry, Load, Piece, Staging, StagingBuffer, Store, Tier, checksum, sleep_until
 
 __all__ = ["Offload", "Pending", "Reload", "Transfer", "TransferReport"]
 
 _READS_AHEAD = 3  # one being copied, one being read, one queued so that the disk never waits for us
+_IN_PLACE_BYTES = 24 << 20  # one read in place: long enough for the disk, short enough to check it during the next
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class TransferReport:
     """What one transfer did. Seconds are sums over its jobs, except `wall_s` and `notice_s`.
 
     `valid_blocks`: leading blocks that arrived whole and verified in every group (offload: that are in the tier now).
-    `bytes_moved`: bytes copied between pool and host; `copies`: gathers or scatters that moved them.
+    `bytes_moved`: bytes that left the pool, or that arrived there; `copies`: gathers or scatters that moved them, none
+    where files are read and written in place.
     Copies: `queue_s` waiting for a turn, `enqueue_s` submitting, `device_s` copying. `io_s`: reading or writing files.
     `verify_s`: checksums on the calling thread. `notice_s`: from the end of the last job until somebody looked.
     """
@@ -90,16 +94,9 @@ class Pending(ABC):
 
     def _close(self, valid_blocks: int) -> None:
         streams = self.transfer.streams
-        last = (self.ios or self.copies)[-1:] if isinstance(self, Offload) else self.copies[-1:]
-        queue_s = enqueue_s = device_s = io_s = 0.0
+        last = (self.ios or self.copies if isinstance(self, Offload) else self.copies or self.ios)[-1:]
         for event in (*last, *self.copies, *self.ios):  # the last first: when it is over, how late was that seen?
             streams.wait_host(event)
-        for event in self.copies:
-            queue_s += event.queue_s
-            enqueue_s += event.enqueue_s
-            device_s += event.device_s
-        for event in self.ios:
-            io_s += event.device_s
         self.report = TransferReport(
             tier=self.tier.name,
             emulated=self.tier.emulated,
@@ -107,10 +104,10 @@ class Pending(ABC):
             valid_blocks=valid_blocks,
             bytes_moved=self.bytes_moved,
             copies=len(self.copies),
-            queue_s=queue_s,
-            enqueue_s=enqueue_s,
-            device_s=device_s,
-            io_s=io_s,
+            queue_s=sum(event.queue_s for event in self.copies),
+            enqueue_s=sum(event.enqueue_s for event in self.copies),
+            device_s=sum(event.device_s for event in self.copies),
+            io_s=sum(event.device_s for event in self.ios),
             verify_s=self.verify_s,
             notice_s=last[0].notice_s if last else 0.0,
             wall_s=time.perf_counter() - self.started,
@@ -126,11 +123,12 @@ class Offload(Pending):
 
     store: Store = field(kw_only=True)
     held: int = field(kw_only=True)  # blocks of the call that are, or will be, in the tier
+    last_use: Event | None = None  # of the source blocks: lanes are in order, so the last one is after all
 
     def wait_source(self) -> None:
         """Let compute launched from now on reuse the source blocks."""
-        if self.copies:
-            self.transfer.streams.wait_compute(self.copies[-1])  # the lane is in order: the last is after all
+        if self.last_use is not None:
+            self.transfer.streams.wait_compute(self.last_use)
 
     def done(self) -> bool:
         """Whether the last job has ended (and an emulated link has delivered)."""
@@ -154,10 +152,11 @@ class Offload(Pending):
 
 @dataclass(eq=False)
 class _Read:
-    """A piece on its way into a staging buffer, or (without one) lying in the tier's memory."""
+    """A piece lying in the tier's memory or on its way into a staging buffer; without `data`: into the pool itself."""
 
     piece: Piece
-    data: Tensor
+    data: Tensor | None  # uint8 [nbytes], to be scattered
+    extents: list[Bytes] = field(default_factory=list)  # there
     buffer: StagingBuffer | None = None
     event: Event | None = None
     error: Exception | None = None
@@ -167,7 +166,8 @@ class _Read:
 class Reload(Pending):
     """Blocks on their way into the pool, layer group by layer group. Driven by `wait_group` and `wait`.
 
-    `valid_blocks` shrinks when a block fails; what was computed with a block that fails in a later group is void.
+    `valid_blocks` shrinks when a block fails; what was computed with a block that fails in a later group is void. The
+    target blocks from there on hold anything at all, and nothing more is written to them: their owner frees them.
     """
 
     hashes: Sequence[bytes] = field(kw_only=True)
@@ -200,54 +200,59 @@ class Reload(Pending):
         transfer, pieces = self.transfer, self.load.pieces
         while self._issued < len(pieces) and len(self._reads) < _READS_AHEAD:
             piece = pieces[self._issued]
-            if piece.memory is None and self._reads and not transfer._staging.free:
+            staged = piece.memory is None and not self.load.in_place
+            if staged and self._reads and not transfer._staging.free:
                 return
             self._issued += 1
-            if piece.memory is not None:
-                self._reads.append(_Read(piece, piece.memory))
-                continue
-            buffer = transfer._staging.take()
-            read = _Read(piece, buffer.memory[: piece.nbytes], buffer)
-            # A write that used it last needs no wait: the io lane is in order.
-            after = [] if buffer.last is None or buffer.last.op == "io" else [buffer.last]
-            read.event = transfer.streams.io(lambda read=read: self._read(read), after, buffer.memory)  # type: ignore[misc]
+            read = _Read(piece, piece.memory)
             self._reads.append(read)
+            if staged:
+                read.buffer = buffer = transfer._staging.take()
+                read.data = buffer.memory[: piece.nbytes]
+                # A write that used it last needs no wait: the io lane is in order.
+                after = [] if buffer.last is None or buffer.last.op == "io" else [buffer.last]
+                read.event = transfer.streams.io(partial(self._read, read), after, buffer.memory)
+            elif piece.memory is None:
+                read.extents = transfer.groups.extents_of(piece.group, self._targets_of(piece))
+                read.event = transfer.streams.io(partial(self._read, read), [self.ready])
+
+    def _targets_of(self, piece: Piece) -> Tensor:
+        """The blocks that are still to be filled with `piece`."""
+        return self.targets[piece.first : max(piece.first, min(piece.first + piece.count, self.valid_blocks))]
 
     def _read(self, read: _Read) -> None:
         """On the io lane. What goes wrong is kept: it makes a miss, not an exception."""
         if read.piece.first >= self.valid_blocks:
             return  # behind a block that has failed
-        assert read.buffer is not None, "a piece in memory is not read"
         try:
-            read.data = self.load.read(read.piece, read.buffer.memory)
+            if read.buffer is not None:
+                read.data = self.load.read(read.piece, read.buffer.memory)
+            else:
+                self.load.read_in_place(read.piece, read.extents)
         except (OSError, ValueError) as error:
             read.error = error
 
     def _advance(self) -> None:
         """Take the next piece: wait for it, verify it, scatter what is valid."""
+        transfer = self.transfer
         self._read_ahead()
         read = self._reads.popleft()
         if read.event is not None:
             self.ios.append(read.event)
-            self.transfer.streams.wait_host(read.event)
+            transfer.streams.wait_host(read.event)
         last = read.event
         if read.piece.first < self.valid_blocks:
             sleep_until(read.piece.due_s)
             self._verify(read)
-            count = min(read.piece.count, self.valid_blocks - read.piece.first)
-            if count > 0:
-                last = self._scatter(read, count)
+            targets = self._targets_of(read.piece)
+            nbytes = len(targets) * transfer.groups.extents[read.piece.group]
+            self.bytes_moved += nbytes
+            if nbytes and read.data is not None:
+                rows, index = transfer.groups.rows(read.piece.group, targets)
+                self.copies.append(last := transfer.streams.scatter(rows, index, read.data[:nbytes], [self.ready]))
         if read.buffer is not None:
-            self.transfer._staging.put(read.buffer, last)
+            transfer._staging.put(read.buffer, last)
         self._read_ahead()
-
-    def _scatter(self, read: _Read, count: int) -> Event:
-        piece, transfer = read.piece, self.transfer
-        nbytes = piece.nbytes // piece.count * count
-        rows, index = transfer.groups.rows(piece.group, self.targets[piece.first : piece.first + count])
-        self.copies.append(transfer.streams.scatter(rows, index, read.data[:nbytes], [self.ready]))
-        self.bytes_moved += nbytes
-        return self.copies[-1]
 
     def _verify(self, read: _Read) -> None:
         piece = read.piece
@@ -265,7 +270,8 @@ class Reload(Pending):
             return
         started = time.perf_counter()
         stop = min(piece.first + piece.count, self.valid_blocks)
-        for block, extent in zip(range(piece.first, stop), read.data.view(piece.count, -1).numpy(), strict=False):
+        extents = read.extents if read.data is None else read.data.view(piece.count, -1).numpy()
+        for block, extent in zip(range(piece.first, stop), extents, strict=False):
             if checksum(extent, self.hashes[block], piece.group) != self.load.checksum(piece.group, block):
                 self.tier.counters.checksum_failures += 1
                 self._fail(block, 1, "its bytes are not those that were stored (checksum)", corrupt=True)
@@ -279,6 +285,9 @@ class Reload(Pending):
         self.tier.counters.failed_blocks += count
         for block_hash in self.hashes[first : first + count]:
             self.tier.drop(block_hash, corrupt=corrupt)
+        if self.load.in_place:  # reads under way still write to blocks that their owner may now give to somebody else
+            for event in [read.event for read in self._reads if read.event is not None]:
+                self.transfer.streams.wait_host(event)
 
     def done(self) -> bool:
         """Whether every piece has been taken and copied; `wait_group` and `wait` take them."""
@@ -316,7 +325,9 @@ class Transfer:
         extents = self.groups.extents
         # A page is lost to alignment, and direct reads begin and end up to a page outside of what is wanted.
         nbytes = max(piece_bytes, 1 << (max(extents) + 3 * PAGE - 1).bit_length())
-        self.geometry = Geometry(extents, nbytes - 3 * PAGE)
+        # Where the streams' io and the pool's order allow it, files are read and written without staging.
+        self.in_place = streams.in_place and self.groups.in_place
+        self.geometry = Geometry(extents, nbytes - 3 * PAGE, _IN_PLACE_BYTES if self.in_place else 0)
         self._staging = Staging(streams, nbytes, max(1, staging_bytes // nbytes))
         self._open_transfers: list[Pending] = []
         self._fingerprints: dict[Tier, Fingerprint] = {}
@@ -348,8 +359,9 @@ class Transfer:
         """Store those of `blocks` (with their `hashes`) that the tier lacks, as many leading ones as fit.
 
         They can be found after `wait`, or after `poll` once they are there. On return compute may reuse the source
-        blocks; unless `source_held`: then the caller holds them until it has called `wait_source`, and compute need not
-        wait now. Raises KeyError for a tier that was not opened.
+        blocks; unless `source_held`: then the caller holds them until it has called `wait_source`, compute need not
+        wait now, and files are written from the blocks themselves where the streams can. Raises KeyError for a tier
+        that was not opened.
         """
         self.poll()
         fingerprint = fingerprint or self._fingerprints[tier]
@@ -366,26 +378,37 @@ class Transfer:
         self._open_transfers.append(pending)
         written = self.streams.compute_event()
         for piece in store.pieces:
-            rows, index = self.groups.rows(piece.group, chosen[piece.first : piece.first + piece.count])
-            buffer, after = None, [written]
-            if piece.memory is None:
-                buffer = self._staging.take()
-                after += [] if buffer.last is None else [buffer.last]
-            host = piece.memory if buffer is None else buffer.memory[: piece.nbytes]
-            assert host is not None, "a piece lies in the tier's memory or in staging"
-            pending.copies.append(self.streams.gather(rows, index, host, after))
+            source = chosen[piece.first : piece.first + piece.count]
+            if piece.memory is None and source_held and self.in_place:
+                job = partial(store.write, piece, self.groups.extents_of(piece.group, source))
+                pending.last_use = self.streams.io(job, [written])
+                pending.ios.append(pending.last_use)
+            else:
+                pending.last_use = self._gather(pending, piece, source, written)
             pending.bytes_moved += piece.nbytes
-            last = pending.copies[-1]
-            if store.works:
-                last = self.streams.io(lambda p=piece, h=host: store.write(p, h), [last])  # type: ignore[misc]
-                pending.ios.append(last)
-            if buffer is not None:
-                self._staging.put(buffer, last)
         if store.works and store.pieces:
             pending.ios.append(self.streams.io(store.seal, []))  # the lane is in order: after every write
         if not source_held:
             pending.wait_source()
         return pending
+
+    def _gather(self, pending: Offload, piece: Piece, source: Tensor, written: Event) -> Event:
+        """Copy `piece` out of the pool, to where it stays or to staging and from there to the tier."""
+        store, buffer, after = pending.store, None, [written]
+        host = piece.memory
+        if host is None:
+            buffer = self._staging.take()
+            host = buffer.memory[: piece.nbytes]
+            after += [] if buffer.last is None else [buffer.last]
+        rows, index = self.groups.rows(piece.group, source)
+        gathered = last = self.streams.gather(rows, index, host, after)
+        pending.copies.append(gathered)
+        if store.works:
+            last = self.streams.io(partial(store.write, piece, host.view(piece.count, -1).numpy()), [gathered])
+            pending.ios.append(last)
+        if buffer is not None:
+            self._staging.put(buffer, last)
+        return gathered
 
     def reload(
         self, tier: Tier, hashes: Sequence[bytes], blocks: Sequence[int], fingerprint: Fingerprint | None = None

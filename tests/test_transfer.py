@@ -8,14 +8,66 @@ import torch
 from kvlab.adversaries import EarlyStreams, LateStreams
 from kvlab.fingerprint import Fingerprint
 from kvlab.pool import BlockPool, KVLayout
-from kvlab.streams import Streams, ThreadStreams
+from kvlab.streams import Event, Streams, ThreadStreams, copy_rows
 from kvlab.tiers import DiskTier, HostTier, LinkTier
 from kvlab.transfer import Transfer
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=8, block_size=4, dtype="fp32")  # 256-byte rows, 2 KiB blocks
 FINGERPRINT = Fingerprint("w", "c", "t", "r", "fp32", "b")
 HASHES = [bytes([i + 1]) * 32 for i in range(12)]
-BACKENDS = {"thread": ThreadStreams, "late": LateStreams, "early": EarlyStreams}
+
+
+class Staged(ThreadStreams):
+    """Files pass through staging, as where the pool is not in CPU memory."""
+
+    in_place = False
+
+
+class LateInPlace(LateStreams):
+    """Files are read into the pool, and written from it, at the last moment that the waits allow."""
+
+    in_place = True
+
+
+class EarlyInPlace(EarlyStreams):
+    """… at the first moment that the waits allow, and compute runs at the last: when somebody waits for it."""
+
+    in_place = True
+
+    def __init__(self):
+        super().__init__()
+        self.launched = []
+
+    def compute(self, job):
+        self.launched.append(job)
+
+    def compute_event(self):
+        event = Event("compute")
+        event.ended = True
+        return event
+
+    def _copy(self, op, rows, index, host, after):
+        for event in after:
+            self._finish(event)
+        event = Event(op)
+        event.run(lambda: copy_rows(op, rows, index, host), after)
+        return event
+
+    def _finish(self, event):
+        if event.op == "compute":
+            while self.launched:
+                self.launched.pop(0)()
+        super()._finish(event)
+
+
+BACKENDS = {
+    "thread": ThreadStreams,
+    "staged": Staged,
+    "late": LateStreams,
+    "early": EarlyStreams,
+    "late in place": LateInPlace,
+    "early in place": EarlyInPlace,
+}
 
 
 class Without(Streams):
@@ -23,6 +75,13 @@ class Without(Streams):
 
     def __init__(self, streams, op=None, awaited=None):
         self.streams, self.op, self.awaited, self.forgotten = streams, op, awaited, 0
+        self.in_place = streams.in_place
+
+    def compute(self, job):
+        getattr(self.streams, "compute", lambda job: job())(job)
+
+    def compute_is_over(self):
+        self.streams.wait_compute(self.streams.compute_event())
 
     def _forgets(self, op, event):
         hit = op == self.op and event.op == self.awaited
@@ -78,7 +137,7 @@ def content(pool, blocks):
     return pool.rows[index].view(len(blocks), -1).clone()
 
 
-def compute_writes(pool, blocks, values):
+def computed(pool, blocks, values):
     """What a forward pass does to its blocks; on a CPU it is over when it returns."""
     pool.rows[pool.group_index(torch.tensor(blocks), 0, pool.layout.layers)] = values.view(-1, pool.rows.shape[1])
 
@@ -86,8 +145,13 @@ def compute_writes(pool, blocks, values):
 def round_trip(streams, tier, groups, order="block_major", blocks=12, staging_bytes=1, reads_forget=None):
     """Compute, offload, reuse the source blocks, reload elsewhere, compute there; True when the bytes are right.
 
-    Small staging (one buffer of 16 KiB), so that buffers are reused. `reads_forget` applies from the reload on.
+    Small staging (one buffer of 16 KiB), so that buffers are reused. `reads_forget` applies from the reload on. Where
+    the streams work in place, the source blocks are held, as it takes to write from them.
     """
+
+    def compute_writes(pool, blocks, values):
+        streams.compute(lambda: computed(pool, blocks, values))
+
     layout = KVLayout(LAYOUT.layers, LAYOUT.kv_heads, LAYOUT.head_dim, LAYOUT.block_size, LAYOUT.dtype, order)
     pool = BlockPool(layout, 2 * blocks + 3)
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +161,8 @@ def round_trip(streams, tier, groups, order="block_major", blocks=12, staging_by
     transfer.open(tier, FINGERPRINT)
     values = torch.randn(blocks, LAYOUT.block_bytes // 4, generator=generator)
     compute_writes(pool, home, values)
-    pending = transfer.offload(tier, home, HASHES[:blocks])
+    pending = transfer.offload(tier, home, HASHES[:blocks], source_held=streams.in_place)
+    pending.wait_source()
     compute_writes(pool, home, torch.full_like(values, 7.0))  # the source blocks belong to somebody else now
     if pending.wait().valid_blocks != blocks:
         return False
@@ -108,10 +173,12 @@ def round_trip(streams, tier, groups, order="block_major", blocks=12, staging_by
     seen = []
     for group, (start, stop) in enumerate(transfer.groups.layers):
         valid = report_pending.wait_group(group)
+        streams.compute_is_over()
         rows = pool.rows[pool.group_index(torch.tensor(away), start, stop)]  # compute attends to this group
         seen.append(rows.view(blocks, -1).clone())
         if valid != blocks:
             return False
+    assert bool(report_pending.copies) != report_pending.load.in_place
     right = torch.equal(torch.cat(seen, 1), values) and torch.equal(content(pool, away), values)
     return right and report_pending.wait().valid_blocks == blocks
 
@@ -136,6 +203,9 @@ OFFLOAD_WAITS = [
     ("compute", "gather", "disk", "late"),
     ("gather", "io", "disk", "late"),
     ("host", "io", "disk", "late"),
+    ("io", "compute", "disk", "early in place"),
+    ("io", "compute", "xz", "early in place"),
+    ("compute", "io", "disk", "late in place"),
 ]
 RELOAD_WAITS = [
     ("host", "io", "disk", "late"),
@@ -144,6 +214,8 @@ RELOAD_WAITS = [
     ("compute", "scatter", "host", "late"),
     ("compute", "scatter", "disk", "late"),
     ("io", "scatter", "disk", "late"),
+    ("io", "compute", "disk", "early in place"),
+    ("host", "io", "disk", "late in place"),
 ]
 
 
@@ -172,8 +244,9 @@ def test_the_lists_above_name_every_wait_that_a_transfer_asks_for(tmp_path):
             return False
 
     for tier in TIERS:
-        with Recording(ThreadStreams()) as streams:
-            assert round_trip(streams, make_tier(tier, tmp_path / tier), 2)
+        for backend in (ThreadStreams, Staged):
+            with Recording(backend()) as streams:
+                assert round_trip(streams, make_tier(tier, tmp_path / tier / backend.__name__), 2)
     listed = {(op, awaited) for op, awaited, _, _ in OFFLOAD_WAITS + RELOAD_WAITS}
     # The host waits for copies only to read their clocks.
     assert asked - {("host", "gather"), ("host", "scatter")} == listed
@@ -197,6 +270,27 @@ def test_a_held_source_need_not_stop_compute_until_it_is_given_up(backend):
         pending.wait()
         transfer.reload(tier, HASHES[:2], [2, 3]).wait()
         assert (content(pool, [2, 3]) == 1.0).all()
+
+
+def test_blocks_that_are_written_from_where_they_are_are_held_until_the_file_is_written(tmp_path):
+    with LateInPlace() as streams:
+        pool = BlockPool(LAYOUT, 4)
+        transfer = Transfer(pool, streams)
+        tier = DiskTier(tmp_path, 1 << 20)
+        transfer.open(tier, FINGERPRINT)
+        pool.rows.fill_(1.0)
+        pending = transfer.offload(tier, [0, 1], HASHES[:2], source_held=True)
+        assert pending.ios
+        assert not pending.copies
+        assert not pending.ios[0].done()
+        pending.wait_source()
+        assert pending.ios[0].done()
+        pool.rows.fill_(2.0)
+        pending.wait()
+        transfer.reload(tier, HASHES[:2], [2, 3]).wait()
+        assert (content(pool, [2, 3]) == 1.0).all()
+        copied = transfer.offload(tier, [0], HASHES[3:4])  # the source is not held: it must be copied first
+        assert copied.copies
 
 
 @pytest.fixture
@@ -254,11 +348,14 @@ def test_every_second_is_accounted_for_once(lab):
     loaded = transfer.reload(tier, HASHES[:8], list(range(8, 16))).wait()
     for report in (stored, loaded):
         assert report.bytes_moved == 8 * LAYOUT.block_bytes
-        assert report.copies == 2  # one a group: the blocks lie together in the file
-        assert report.device_s > 0
         assert report.io_s > 0
         assert report.device_s + report.queue_s + report.enqueue_s + report.notice_s <= report.wall_s * 1.5
     assert loaded.verify_s > 0
+    assert (stored.copies, loaded.copies) == (2, 0)  # one a group: the blocks lie together; read where they belong
+    assert stored.device_s > 0
+    assert loaded.device_s == 0
+    stored = transfer.offload(tier, [16, 17], HASHES[8:10], source_held=True).wait()
+    assert (stored.copies, stored.bytes_moved) == (0, 2 * LAYOUT.block_bytes)
 
 
 def test_poll_publishes_what_is_over_and_drain_ends_the_rest(lab):
@@ -288,7 +385,7 @@ def test_two_offloads_of_one_block_at_a_time_keep_one_copy(lab):
 
 
 def test_interleaved_reloads_share_one_staging_buffer(tmp_path):
-    with ThreadStreams() as streams:
+    with Staged() as streams:
         pool = BlockPool(LAYOUT, 40)
         pool.rows.copy_(torch.randn(pool.rows.shape))
         transfer = Transfer(pool, streams, groups=4, piece_bytes=1, staging_bytes=1)

@@ -19,11 +19,11 @@ import xxhash
 from torch import Tensor
 
 from kvlab.fingerprint import Fingerprint
-from kvlab.streams import Event, Streams
+from kvlab.streams import PAGE, Event, Streams
 
 __all__ = [
-    "PAGE",
     "Counters",
+    "Extents",
     "Geometry",
     "Load",
     "Piece",
@@ -36,7 +36,8 @@ __all__ = [
     "in_pieces",
 ]
 
-PAGE = 4096  # direct file I/O wants offsets, lengths and memory aligned to this
+Bytes = npt.NDArray[np.uint8]
+Extents = Bytes | list[Bytes]  # one row a block: [count, extent], or rows that lie wherever they lie
 
 
 class TierError(OSError):
@@ -45,10 +46,14 @@ class TierError(OSError):
 
 @dataclass(frozen=True)
 class Geometry:
-    """`extents`: bytes of each layer group's part of one block. `piece_bytes`: the most that passes staging at once."""
+    """`extents`: bytes of each layer group's part of one block. `piece_bytes`: the most that passes staging at once.
+
+    `in_place_bytes`: the most that is read at once where files are read into the pool itself; 0 where they are not.
+    """
 
     extents: tuple[int, ...]
     piece_bytes: int
+    in_place_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -76,7 +81,7 @@ class Counters:
 class Piece:
     """Extents of layer group `group` for blocks [first, first + count) of a store or load, contiguous.
 
-    `memory` is where they lie in host memory, uint8 [nbytes]; None: they pass through a staging buffer.
+    `memory` is where they lie in host memory, uint8 [nbytes]; None: they are in a file, or will be.
     `part` and `position` are the tier's own: which slab or file, and the first block's place in it.
     `due_s`: before this `perf_counter` instant an emulated link has not delivered them.
     """
@@ -103,8 +108,8 @@ class Store(ABC):
     works: bool = True
     due_s: float = 0.0
 
-    def write(self, piece: Piece, data: Tensor) -> None:  # noqa: B027  (memory is filled by the copy itself)
-        """Take in the bytes of `piece` (uint8 [nbytes]). Runs on the io lane; raises OSError."""
+    def write(self, piece: Piece, extents: Extents) -> None:  # noqa: B027  (memory is filled by the copy itself)
+        """Take in the bytes of `piece`. Runs on the io lane; raises OSError."""
 
     def seal(self) -> None:  # noqa: B027  (memory is not durable)
         """Make what was written durable, after the last `write`. Runs on the io lane; raises OSError."""
@@ -122,11 +127,12 @@ class Store(ABC):
 class Load(ABC):
     """Blocks that are being read, in pieces, group by group; they cannot be evicted until `close`.
 
-    `checked`: whether there are checksums to compare with.
+    `checked`: whether there are checksums to compare with. `in_place`: pieces go straight to where they belong.
     """
 
     pieces: list[Piece] = field(default_factory=list)
     checked: bool = True
+    in_place: bool = False
 
     @abstractmethod
     def checksum(self, group: int, block: int) -> int:
@@ -138,6 +144,10 @@ class Load(ABC):
         Raises OSError when they cannot be read, ValueError when what is there is not what was stored.
         """
         raise NotImplementedError(f"{piece} lies in memory and is not read into {buffer.shape}")
+
+    def read_in_place(self, piece: Piece, extents: list[Bytes]) -> None:
+        """Fill `extents` with those of `piece`, which has not been confirmed yet. Otherwise like `read`."""
+        raise NotImplementedError(f"{piece} cannot be read in place, into {len(extents)} extents")
 
     def confirm(self, piece: Piece) -> None:  # noqa: B027  (memory has no header)
         """Check, before `piece` is used, that what it was read from is still what was indexed; while the next is read.
@@ -204,7 +214,7 @@ class Tier(ABC):
         return False
 
 
-def checksum(extent: npt.NDArray[np.uint8], block_hash: bytes, group: int) -> int:
+def checksum(extent: Bytes, block_hash: bytes, group: int) -> int:
     """xxh3_64 of one extent, seeded with the block's hash and group: right bytes in the wrong place fail as well.
 
     It finds corruption; it is no proof of identity against somebody who means harm.
@@ -213,15 +223,26 @@ def checksum(extent: npt.NDArray[np.uint8], block_hash: bytes, group: int) -> in
     return int(xxhash.xxh3_64_intdigest(extent.data, seed))
 
 
-def in_pieces(runs: Sequence[tuple[int, int, int, int]], extents: Sequence[int], piece_bytes: int) -> list[Piece]:
-    """Cut runs of blocks (first, count, part, position) into pieces of at most `piece_bytes`, group by group."""
+def in_pieces(
+    runs: Sequence[tuple[int, int, int, int]], extents: Sequence[int], piece_bytes: int, last_bytes: int | None = None
+) -> list[Piece]:
+    """Cut runs of blocks (first, count, part, position) into pieces of at most `piece_bytes`, group by group.
+
+    `last_bytes`: towards the end of a group they halve down to this, for whoever must still work on the last piece when
+    all has been read.
+    """
     pieces = []
     for group, extent in enumerate(extents):
         most = max(1, piece_bytes // extent)
+        least = most if last_bytes is None else max(1, last_bytes // extent)
         for first, count, part, position in runs:
-            for done in range(0, count, most):
-                size = min(most, count - done)
+            halve = first == runs[-1][0]
+            done = 0
+            while done < count:
+                left = count - done
+                size = min(most, max(least, left // 2) if halve and left >= 2 * least else left)
                 pieces.append(Piece(group, first + done, size, size * extent, part, position + done))
+                done += size
     return pieces
 
 

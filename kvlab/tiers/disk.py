@@ -14,13 +14,25 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import torch
+import numpy as np
 import xxhash
 from torch import Tensor
 
 from kvlab.fingerprint import HASH_BYTES, Fingerprint
 from kvlab.streams import Streams
-from kvlab.tiers.base import Counters, Geometry, Load, Piece, Store, Tier, TierError, checksum, in_pieces
+from kvlab.tiers.base import (
+    Bytes,
+    Counters,
+    Extents,
+    Geometry,
+    Load,
+    Piece,
+    Store,
+    Tier,
+    TierError,
+    checksum,
+    in_pieces,
+)
 from kvlab.tiers.segment import (
     SUFFIX,
     Codec,
@@ -36,6 +48,7 @@ from kvlab.tiers.segment import (
 __all__ = ["DiskTier", "bytes_read_from_device"]
 
 _SEGMENT_BYTES = 64 << 20  # payload of one file: what is evicted, or lost to one bad byte, at a time
+_LAST_BYTES = 4 << 20  # the last read of a load: little to check when the disk has nothing left to do
 
 
 @dataclass(eq=False)
@@ -64,15 +77,14 @@ class _DiskStore(Store):
     writers: list[SegmentWriter] = field(kw_only=True)
     failed: OSError | None = field(kw_only=True, default=None)
 
-    def write(self, piece: Piece, data: Tensor) -> None:
+    def write(self, piece: Piece, extents: Extents) -> None:
         if self.failed is not None:
             return  # `seal` says why
         writer = self.writers[piece.part]
         try:
-            rows = data.view(piece.count, -1).numpy()
             hashes = self.hashes[piece.first : piece.first + piece.count]
-            sums = [checksum(row, block_hash, piece.group) for row, block_hash in zip(rows, hashes, strict=True)]
-            writer.write(piece.group, piece.position, data, sums)
+            sums = [checksum(extent, h, piece.group) for extent, h in zip(extents, hashes, strict=True)]
+            writer.write(piece.group, piece.position, extents, sums)
         except OSError as error:
             self.failed = error
 
@@ -100,12 +112,18 @@ class _DiskLoad(Load):
         segment, position = self.places[block]
         return int(segment.header.checksums[group, position])
 
+    def _reader(self, part: int) -> SegmentReader:
+        if part not in self.readers:
+            segment = self.segments[part]
+            expected = sum(piece.nbytes for piece in self.pieces if piece.part == part)
+            self.readers[part] = SegmentReader(segment.path, segment.header, expected, in_place=self.in_place)
+        return self.readers[part]
+
     def read(self, piece: Piece, buffer: Tensor) -> Tensor:
-        if piece.part not in self.readers:
-            segment = self.segments[piece.part]
-            expected = sum(other.nbytes for other in self.pieces if other.part == piece.part)
-            self.readers[piece.part] = SegmentReader(segment.path, segment.header, expected)
-        return self.readers[piece.part].read(piece.group, piece.position, piece.count, buffer)
+        return self._reader(piece.part).read(piece.group, piece.position, piece.count, buffer)
+
+    def read_in_place(self, piece: Piece, extents: list[Bytes]) -> None:
+        self._reader(piece.part).read_in_place(piece.group, piece.position, extents)
 
     def confirm(self, piece: Piece) -> None:
         if piece.part not in self.confirmed:
@@ -159,11 +177,8 @@ class DiskTier(Tier):
 
         Raises TierError when it cannot, ValueError when it is open for blocks that are cut otherwise.
         """
-        if self._geometry is not None and self._geometry.extents != geometry.extents:
-            raise ValueError(
-                f"{self.folder} is open for extents of {self._geometry.extents} bytes, not {geometry.extents}; "
-                "use another DiskTier"
-            )
+        if self._geometry not in (None, geometry):
+            raise ValueError(f"{self.folder} is open for {self._geometry}, not {geometry}; use another DiskTier")
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
@@ -171,7 +186,7 @@ class DiskTier(Tier):
             # One of two extents: it never becomes a segment that others could see.
             probe = SegmentWriter(self.folder, Header.new({}, (16, 16), [bytes(HASH_BYTES)], None))
             try:
-                probe.write(0, 0, torch.zeros(16, dtype=torch.uint8), [0])
+                probe.write(0, 0, np.zeros((1, 16), np.uint8), [0])
             finally:
                 probe.abandon()
         except OSError as error:
@@ -181,7 +196,11 @@ class DiskTier(Tier):
 
     def refresh(self) -> None:
         """Index segments that other processes have added since, forget those that are gone or too old."""
-        found = {entry.name: entry.stat() for entry in os.scandir(self.folder) if entry.name.endswith(SUFFIX)}
+        found = {}
+        for entry in os.scandir(self.folder):
+            if entry.name.endswith(SUFFIX):
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    found[entry.name] = entry.stat()
         for path in [path for path in self._segments if path.name not in found]:
             self._forget(self._segments[path])
         known = {path.name for path in self._segments}
@@ -321,8 +340,14 @@ class DiskTier(Tier):
                 runs[-1] = (runs[-1][0], runs[-1][1] + 1, *runs[-1][2:])
             else:
                 runs.append((block, 1, len(segments) - 1, position))
-        pieces = in_pieces(runs, self._open_geometry.extents, self._open_geometry.piece_bytes)
-        return _DiskLoad(pieces, segments=segments, places=places)
+        geometry = self._open_geometry
+        # What is packed must be unpacked on its way.
+        in_place = geometry.in_place_bytes > 0 and all(segment.header.codec is None for segment in segments)
+        if in_place:
+            pieces = in_pieces(runs, geometry.extents, geometry.in_place_bytes, _LAST_BYTES)
+        else:
+            pieces = in_pieces(runs, geometry.extents, geometry.piece_bytes)
+        return _DiskLoad(pieces, in_place=in_place, segments=segments, places=places)
 
     def drop(self, block_hash: bytes, *, corrupt: bool = False) -> None:
         """Forget a block; a segment that is corrupt, or has no block left, is removed whole."""

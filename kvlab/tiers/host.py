@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvlab.fingerprint import Fingerprint
 from kvlab.streams import Streams
-from kvlab.tiers.base import Counters, Geometry, Load, Piece, Store, Tier, checksum, in_pieces
+from kvlab.tiers.base import Counters, Extents, Geometry, Load, Piece, Store, Tier, checksum, in_pieces
 
 __all__ = ["HostTier"]
 
@@ -39,9 +39,9 @@ class _HostStore(Store):
     slots: list[int] = field(kw_only=True)
     fingerprint: Fingerprint = field(kw_only=True)
 
-    def write(self, piece: Piece, data: Tensor) -> None:
+    def write(self, piece: Piece, extents: Extents) -> None:
         sums = self.tier._checksums
-        for block, extent in enumerate(data.view(piece.count, -1).numpy(), start=piece.first):
+        for block, extent in enumerate(extents, start=piece.first):
             sums[self.slots[block], piece.group] = checksum(extent, self.hashes[block], piece.group)
 
     def publish(self) -> None:
@@ -214,12 +214,13 @@ class HostTier(Tier):
 
     def load(self, hashes: Sequence[bytes], fingerprint: Fingerprint) -> Load:
         """The blocks' own memory, in runs; nothing is read."""
-        for block_hash in hashes:
-            if not self.contains(block_hash, fingerprint):
+        index, stored, readers = self._index, self._fingerprints, self._readers
+        slots = [index.get(block_hash, -1) for block_hash in hashes]
+        for block_hash, slot in zip(hashes, slots, strict=True):
+            if slot < 0 or (stored[slot] is not fingerprint and stored[slot] != fingerprint):
                 raise KeyError(f"block {block_hash.hex()[:16]} is not in the host tier under this fingerprint")
-        slots = [self._index[block_hash] for block_hash in hashes]
         for slot in slots:
-            self._readers[slot] = self._readers.get(slot, 0) + 1
+            readers[slot] = readers.get(slot, 0) + 1
         return _HostLoad(self._pieces(slots), checked=self._verify, tier=self, slots=slots)
 
     def _unread(self, slots: Iterable[int]) -> None:

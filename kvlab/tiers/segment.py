@@ -32,7 +32,9 @@ import xxhash
 from torch import Tensor
 
 from kvlab.fingerprint import HASH_BYTES
-from kvlab.tiers.base import PAGE
+from kvlab.streams import PAGE
+from kvlab.tiers.base import Bytes, Extents
+from kvlab.tiers.file_io import read_into, write_from
 
 if sys.platform != "win32":
     import fcntl
@@ -174,6 +176,11 @@ class Header:
         return header, xxhash.xxh3_64_intdigest(header.encode())
 
 
+def _whole_pages(header: Header) -> bool:
+    """Whether each extent takes up whole pages of the file."""
+    return header.codec is None and not any(extent % PAGE for extent in header.extents)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a crash, where a folder can be synced at all."""
     if sys.platform != "win32":
@@ -222,19 +229,20 @@ class SegmentWriter:
         self._missing = len(header.hashes) * len(header.extents)
         self.reserved_bytes = header.file_bytes  # with a codec the file ends up smaller
 
-    def write(self, group: int, position: int, data: Tensor, sums: Sequence[int]) -> bool:
-        """Extents of `group` for the blocks from `position` on; True when the file is whole. Raises OSError."""
+    def write(self, group: int, position: int, extents: Extents, sums: Sequence[int]) -> bool:
+        """`extents` of `group` for the blocks from `position` on; True when the file is whole. Raises OSError."""
         if self._temporary is None:
             self._create()
         header, count = self.header, len(sums)
         header.checksums[group, position : position + count] = sums
         if header.codec is None:
-            self._write_at(int(header.offsets[group, position]), data.numpy().data)
+            together = [extents.reshape(-1)] if isinstance(extents, np.ndarray) else extents
+            self._write_at(int(header.offsets[group, position]), [extent.data for extent in together])
         else:
-            for row, extent in enumerate(data.view(count, -1).numpy(), start=position):
+            for row, extent in enumerate(extents, start=position):
                 packed = lzma.compress(extent, check=lzma.CHECK_NONE, preset=0)
                 header.lengths[group, row] = len(packed)
-                self._write_at(self._end, memoryview(packed))
+                self._write_at(self._end, [memoryview(packed)])
                 self._end += len(packed)
         self._missing -= count
         if self._missing == 0:
@@ -244,7 +252,7 @@ class SegmentWriter:
     def _create(self) -> None:
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0)
         # Past the page cache where all writes are whole pages: faster, no core is kept busy, and nothing is held twice.
-        if self.header.codec is None and not any(extent % PAGE for extent in self.header.extents):
+        if _whole_pages(self.header):
             flags |= getattr(os, "O_DIRECT", 0)
         # Somebody who cleans up may find the file before it is locked, and remove it: then it is made again.
         while self._temporary is None:
@@ -262,17 +270,23 @@ class SegmentWriter:
             else:
                 os.close(self._fd)
 
-    def _write_at(self, offset: int, data: memoryview) -> None:
-        os.lseek(self._fd, offset, os.SEEK_SET)
-        while data:
-            data = data[os.write(self._fd, data) :]
+    def _write_at(self, offset: int, sources: list[memoryview]) -> None:
+        try:
+            write_from(self._fd, offset, sources)
+        except OSError as error:
+            direct = getattr(os, "O_DIRECT", 0)
+            if error.errno != errno.EINVAL or not (direct and fcntl.fcntl(self._fd, fcntl.F_GETFL) & direct):
+                raise
+            # Opened for direct writes, yet it does none of memory that lies so: then through the page cache.
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~direct)
+            write_from(self._fd, offset, sources)
 
     def _finish(self) -> None:
         assert self._temporary is not None, "finished before it was begun"
         with mmap.mmap(-1, self.header.payload_start) as page:  # aligned, as direct writes want it
             page[:] = self.header.encode()
             with memoryview(page) as raw:
-                self._write_at(0, raw)
+                self._write_at(0, [raw])
         os.fsync(self._fd)
         self._temporary.rename(self.path)
         os.close(self._fd)
@@ -301,26 +315,30 @@ def confirm_header(path: Path, header: Header, digest: int) -> None:
 class SegmentReader:
     """Reads extents of one segment: from the page cache if it is there, else past it where that is faster.
 
-    `expected_bytes` is how much will be read of it. What was read may be used once `confirm_header` has passed.
+    `expected_bytes` is how much will be read of it; `in_place`: into extents, by `read_in_place`, else into buffers, by
+    `read`. What was read may be used once `confirm_header` has passed.
     """
 
-    def __init__(self, path: Path, header: Header, expected_bytes: int) -> None:
+    def __init__(self, path: Path, header: Header, expected_bytes: int, *, in_place: bool) -> None:
         self._header = header
         self._offsets = header.offsets
         self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         self._direct = -1
-        if expected_bytes < _READ_AHEAD_BYTES and hasattr(os, "O_DIRECT") and not self._warm():
+        # In place, pages must end where extents do. What passes a buffer may be cut from whole pages there.
+        pays = _whole_pages(header) if in_place else header.codec is None and expected_bytes < _READ_AHEAD_BYTES
+        if pays and hasattr(os, "O_DIRECT") and not self._warm():
             with contextlib.suppress(OSError):  # not every file system has it
                 self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def _warm(self) -> bool:
-        """Whether the first page is in memory already; then the rest probably is too."""
+        """Whether the last page is in memory (the first is read with every header); then the rest probably is too."""
         if not hasattr(os, "RWF_NOWAIT"):
             return False
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)  # look, and start no read-ahead by looking
         warm = False
         with contextlib.suppress(OSError):
-            warm = os.preadv(self._fd, [bytearray(PAGE)], 0, os.RWF_NOWAIT) == PAGE
+            last = (self._header.file_bytes - 1) // PAGE * PAGE
+            warm = os.preadv(self._fd, [bytearray(PAGE)], last, os.RWF_NOWAIT) > 0
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
         return warm
 
@@ -331,10 +349,11 @@ class SegmentReader:
         length = int(header.lengths[group, position : position + count].sum())
         if header.codec is None:
             lead = start % PAGE if self._direct >= 0 else 0
-            self._fill(buffer.numpy().data, start - lead, lead + length)
+            wanted = _aligned(lead + length) if self._direct >= 0 else length
+            self._fill([buffer.numpy().data[:wanted]], start - lead, lead + length)
             return buffer[lead : lead + length]
-        packed = memoryview(bytearray(_aligned(length)))
-        self._fill(packed, start, length)
+        packed = memoryview(bytearray(length))
+        self._fill([packed], start, length)
         for row, size in enumerate(header.lengths[group, position : position + count].tolist()):
             try:
                 whole = lzma.LZMADecompressor().decompress(packed[:size], max_length=extent + 1)
@@ -346,17 +365,26 @@ class SegmentReader:
             packed = packed[size:]
         return buffer[: count * extent]
 
-    def _fill(self, target: memoryview, offset: int, length: int) -> None:
-        """Read at least `length` bytes from `offset` into `target`; raises OSError on a short read."""
-        direct = self._direct >= 0 and self._header.codec is None
-        fd, wanted = (self._direct, _aligned(length)) if direct else (self._fd, length)
-        got = 0
-        os.lseek(fd, offset, os.SEEK_SET)
-        while got < length:
-            step = os.readv(fd, [target[got:wanted]]) if hasattr(os, "readv") else _read_into(fd, target[got:wanted])
-            if step == 0:
-                raise OSError(errno.EIO, f"short read: {got} of {length} bytes at {offset}")
-            got += step
+    def read_in_place(self, group: int, position: int, extents: list[Bytes]) -> None:
+        """Fill `extents` with those of `group` from block `position` on; not with a codec. OSError."""
+        length = len(extents) * self._header.extents[group]
+        self._fill([extent.data for extent in extents], int(self._offsets[group, position]), length)
+
+    def _fill(self, targets: list[memoryview], offset: int, length: int) -> None:
+        """Read at least `length` bytes from `offset` into `targets`; raises OSError when the file is shorter."""
+        if self._direct >= 0:
+            try:
+                got = read_into(self._direct, offset, targets, length)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Opened for direct reads, yet it does none: of memory that lies so, or of what follows a short one.
+                os.close(self._direct)
+                self._direct = -1
+        if self._direct < 0:
+            got = read_into(self._fd, offset, targets, length)
+        if got < length:
+            raise OSError(errno.EIO, f"short read: {got} of {length} bytes at {offset}")
 
     def close(self) -> None:
         """Close the file."""
@@ -364,9 +392,3 @@ class SegmentReader:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct = -1
-
-
-def _read_into(fd: int, target: memoryview) -> int:
-    data = os.read(fd, len(target))
-    target[: len(data)] = data
-    return len(data)
