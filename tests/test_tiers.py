@@ -19,7 +19,7 @@ import torch
 from kvlab.fingerprint import Fingerprint
 from kvlab.pool import BlockPool, KVLayout
 from kvlab.streams import ThreadStreams
-from kvlab.tiers import DiskTier, HostTier, LinkTier, TierError, bytes_read_from_device, checksum, segment
+from kvlab.tiers import DiskTier, HostTier, LinkTier, TierError, bytes_read_from_device, checksum, file_io, segment
 from kvlab.transfer import Transfer
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=8, block_size=4, dtype="fp32")  # 2 KiB blocks
@@ -388,9 +388,9 @@ def test_a_file_that_goes_away_while_it_is_read_is_a_miss_from_there_on(direct, 
 def test_blocks_that_are_lost_belong_to_their_owner_at_once(direct, monkeypatch):
     """Whoever has seen that a block failed may reuse it: no read that was under way lands there later."""
     lab, tier = direct
-    monkeypatch.setattr("kvlab.transfer._IN_PLACE_BYTES", 1)
-    lab.transfer = Transfer(lab.pool, lab.streams, groups=2)
-    tier = lab.open(DiskTier(tier.folder.parent, 1 << 24))
+    lab.transfer = Transfer(lab.pool, lab.streams, groups=4)  # three are read ahead, one is asked for after the failure
+    tier = lab.open(DiskTier(tier.folder / "four groups", 1 << 24))
+    lab.store(tier, 0, 16)
     patch(only_file(tier), extent_offset(only_file(tier), 0, 3), b"wrong")
     real = segment.SegmentReader.read_in_place
     monkeypatch.setattr(segment.SegmentReader, "read_in_place", lambda *args: (time.sleep(0.005), real(*args)))
@@ -401,6 +401,18 @@ def test_blocks_that_are_lost_belong_to_their_owner_at_once(direct, monkeypatch)
     assert pending.wait().valid_blocks == 3
     assert (lab.pool.rows[lost] == 5.0).all()
     assert lab.right(3)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no direct reads")
+def test_asking_whether_a_file_is_in_memory_does_not_bring_it_there(direct):
+    _, tier = direct
+    path = only_file(tier)
+    size = path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        assert [file_io.ends_in_memory(file.fileno(), size) for _ in range(5)] == [False] * 5
+        file.read()
+        assert file_io.ends_in_memory(file.fileno(), size)
+        assert not file_io.ends_in_memory(file.fileno(), size + 8192)  # it has been cut since
 
 
 # Full and read-only disks ---------------------------------------------------------------------------------------------

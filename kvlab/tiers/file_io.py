@@ -5,10 +5,16 @@ Not for two threads on one descriptor: the position in the file is shared.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import os
+import sys
 from collections.abc import Sequence
 
-__all__ = ["read_into", "write_from"]
+import numpy as np
+
+__all__ = ["ends_in_memory", "read_into", "write_from"]
 
 _MOST_BUFFERS = 1024  # IOV_MAX: what one call takes, on Linux and macOS alike
 
@@ -32,6 +38,25 @@ def write_from(fd: int, offset: int, sources: Sequence[memoryview]) -> None:
     left = list(sources)
     while left:
         left = _behind(left, _writev(fd, left[:_MOST_BUFFERS]))
+
+
+def ends_in_memory(fd: int, nbytes: int) -> bool:
+    """Whether the last page of a file of `nbytes` is in the page cache; False where the system does not say.
+
+    By mincore: a read that may not wait (RWF_NOWAIT) makes the kernel fetch the page, and at times finds it there.
+    """
+    if sys.platform == "win32":
+        return False
+    offset = (nbytes - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+    state = ctypes.c_ubyte()
+    with (
+        contextlib.suppress(OSError, ValueError),  # the file is shorter: whoever reads it will say so
+        mmap.mmap(fd, nbytes - offset, prot=mmap.PROT_READ, offset=offset) as page,
+    ):
+        address = ctypes.c_void_p(np.frombuffer(page, np.uint8).ctypes.data)
+        failed = ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(page)), ctypes.byref(state))
+        return not failed and bool(state.value & 1)
+    return False
 
 
 def _behind(buffers: list[memoryview], nbytes: int) -> list[memoryview]:

@@ -34,7 +34,7 @@ from torch import Tensor
 from kvlab.fingerprint import HASH_BYTES
 from kvlab.streams import PAGE
 from kvlab.tiers.base import Bytes, Extents
-from kvlab.tiers.file_io import read_into, write_from
+from kvlab.tiers.file_io import ends_in_memory, read_into, write_from
 
 if sys.platform != "win32":
     import fcntl
@@ -326,21 +326,10 @@ class SegmentReader:
         self._direct = -1
         # In place, pages must end where extents do. What passes a buffer may be cut from whole pages there.
         pays = _whole_pages(header) if in_place else header.codec is None and expected_bytes < _READ_AHEAD_BYTES
-        if pays and hasattr(os, "O_DIRECT") and not self._warm():
+        # The first page is read with every header; the last one tells how the payload came here.
+        if pays and hasattr(os, "O_DIRECT") and not ends_in_memory(self._fd, header.file_bytes):
             with contextlib.suppress(OSError):  # not every file system has it
                 self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-
-    def _warm(self) -> bool:
-        """Whether the last page is in memory (the first is read with every header); then the rest probably is too."""
-        if not hasattr(os, "RWF_NOWAIT"):
-            return False
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)  # look, and start no read-ahead by looking
-        warm = False
-        with contextlib.suppress(OSError):
-            last = (self._header.file_bytes - 1) // PAGE * PAGE
-            warm = os.preadv(self._fd, [bytearray(PAGE)], last, os.RWF_NOWAIT) > 0
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
-        return warm
 
     def read(self, group: int, position: int, count: int, buffer: Tensor) -> Tensor:
         """Extents of `group` of `count` blocks from `position` → where in `buffer` they are. OSError, ValueError."""
