@@ -201,6 +201,8 @@ def measure(
     are as close to `reference` (the same weights in fp32) as a full recompute is. Every timed resume is compared too.
     At least one round runs; no further one starts that would not end within `budget_s`. Raises MismatchError.
     """
+    if reference is None and model.dtype not in ("fp32", "fp64"):
+        raise ValueError(f"logits in {model.dtype} are checked against fp32: pass the fp32 model as reference")
     begin = time.perf_counter()
     longest = max(lengths) + suffix
     room = sum(lengths) + len(lengths) * (suffix + block_size) + 2 * (longest + block_size)

@@ -99,14 +99,27 @@ def bench_prediction(device: str, dtype: str, progress: Progress) -> Iterator[Ro
         machine = calibrate(model, tokens, makers, progress=progress)
         predictions = crossover.predict(model, machine, list(makers), _UNSEEN_LENGTHS, suffix=16, block_size=16)
         measured = crossover.measure(
-            model, tokens, makers, _UNSEEN_LENGTHS, suffix=16, block_size=16, rounds=7, progress=progress
+            model,
+            tokens,
+            makers,
+            _UNSEEN_LENGTHS,
+            suffix=16,
+            block_size=16,
+            rounds=7,
+            reference=_reference("smollm2-135m", model),
+            progress=progress,
         )
     times = [median(samples) for samples in measured.recompute_s]
     yield _error_row("recompute", [v.ttft_recompute_s for v in predictions[0].verdicts], times, 0.10)
     for prediction in predictions:
         times = [median(samples) for samples in measured.tiers[prediction.tier].reload_s]
         yield _error_row(f"reload, {prediction.tier}", [v.ttft_reload_s for v in prediction.verdicts], times, 0.15)
-    yield _wide_kv_row(device, progress)
+    yield _wide_kv_row(device, dtype, progress)
+
+
+def _reference(name: str, model: Model) -> Model | None:
+    """The same weights in fp32, which half-precision logits are compared with."""
+    return None if model.dtype in ("fp32", "fp64") else load_model(name, device=model.device, dtype="fp32")
 
 
 def _error_row(arm: str, predicted: Sequence[float], measured: Sequence[float], most: float) -> Row:
@@ -120,9 +133,9 @@ def _error_row(arm: str, predicted: Sequence[float], measured: Sequence[float], 
     )
 
 
-def _wide_kv_row(device: str, progress: Progress) -> Row:
+def _wide_kv_row(device: str, dtype: str, progress: Progress) -> Row:
     """The predicted flip of `wide-kv` behind an emulated 1 Gb/s link against the measured one."""
-    model = load_model("wide-kv", device=device, dtype="bf16")
+    model = load_model("wide-kv", device=device, dtype=dtype)
     text = resources.files("kvlab").joinpath("data", "text.txt").read_text(encoding="utf-8")
     tokens = model.tokenizer.encode(text)
     lengths = [64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096]
@@ -133,7 +146,15 @@ def _wide_kv_row(device: str, progress: Progress) -> Row:
     machine = calibrate(model, tokens, {"host": lambda: HostTier(2**32), "1 Gb/s": link}, progress=progress)
     prediction = crossover.predict(model, machine, ["1 Gb/s"], lengths, suffix=16, block_size=16)[0]
     measured = crossover.measure(
-        model, tokens, {"1 Gb/s": link}, lengths, suffix=16, block_size=16, rounds=7, progress=progress
+        model,
+        tokens,
+        {"1 Gb/s": link},
+        lengths,
+        suffix=16,
+        block_size=16,
+        rounds=7,
+        reference=_reference("wide-kv", model),
+        progress=progress,
     )
     at = crossover.measured_crossover(measured, "1 Gb/s")
     predicted = prediction.crossover_tokens
