@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvlab.pool import TORCH_DTYPES, BlockPool, KVLayout
 
@@ -80,3 +82,40 @@ def test_shapes_that_cannot_be_are_refused():
         layout(dtype="fp8")
     with pytest.raises(ValueError, match="not a multiple of 16"):
         layout(block_size=1, kv_heads=1, head_dim=2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    order=st.sampled_from(["block_major", "layer_major"]),
+    dtype=st.sampled_from(["fp32", "bf16", "fp64"]),
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_what_is_written_is_read_back_whatever_the_blocks_the_order_and_the_neighbours(
+    block_size, order, dtype, lengths, seed
+):
+    """Several sequences in random blocks of one poisoned pool: each reads its own bytes, in every layer, bit for bit."""
+    layout = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=block_size, dtype=dtype, order=order)
+    generator = torch.Generator().manual_seed(seed)
+    need = [-(-length // block_size) for length in lengths]
+    pool = BlockPool(layout, sum(need) + 3, poison=True)
+    ids = torch.randperm(pool.num_blocks, generator=generator)[: sum(need)].split(need)
+    written = {}
+    for sequence, (length, blocks) in enumerate(zip(lengths, ids, strict=True)):
+        position = torch.arange(length)
+        slots = blocks[position // block_size] * block_size + position % block_size
+        for layer in range(layout.layers):
+            k, v = torch.randn(2, length, 2, 8, generator=generator, dtype=torch.float64).to(pool.rows.dtype)
+            pool.write(layer, slots, k, v)
+            written[sequence, layer] = (k, v)
+    freed = ids[0].tolist()
+    pool.freed(freed)
+    for (sequence, layer), (k, v) in written.items():
+        read_k, read_v = pool.read(layer, ids[sequence], lengths[sequence])
+        if sequence:
+            assert torch.equal(read_k, k)
+            assert torch.equal(read_v, v)
+        else:
+            assert read_k.isnan().all(), "a freed block is poisoned"
+            assert read_v.isnan().all(), "a freed block is poisoned"
