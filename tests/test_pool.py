@@ -95,7 +95,7 @@ def test_shapes_that_cannot_be_are_refused():
 def test_what_is_written_is_read_back_whatever_the_blocks_the_order_and_the_neighbours(
     block_size, order, dtype, lengths, seed
 ):
-    """Several sequences in random blocks of one poisoned pool: each reads its own bytes, in every layer, bit for bit."""
+    """Several sequences in random blocks of one poisoned pool: each reads its own bytes in every layer."""
     layout = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=block_size, dtype=dtype, order=order)
     generator = torch.Generator().manual_seed(seed)
     need = [-(-length // block_size) for length in lengths]
