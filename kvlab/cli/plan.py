@@ -93,9 +93,7 @@ def find_arch(name: str) -> ModelArch:
         return ModelArch.preset(name)
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
-        arch = ModelArch.from_hf(path)
-        # A config kept under another file name is called by it, not by the folder.
-        return arch if path.is_dir() or path.name == "config.json" else replace(arch, name=path.stem)
+        return ModelArch.from_hf(path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return replace(ModelArch.from_hf(hub_folder(name, ["config.json"])), name=name.partition("/")[2])
     known = ", ".join(preset_names())

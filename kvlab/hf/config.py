@@ -78,7 +78,8 @@ def _load(path: Path) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds a {type(config).__name__}; expected a JSON object")
-    return (path.name if path.is_dir() else path.resolve().parent.name), config
+    # A config.json is called by its folder, a config kept under another file name by that name.
+    return (file.resolve().parent.name if file.name == "config.json" else file.stem), config
 
 
 def _text_config(outer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
