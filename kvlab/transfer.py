@@ -3,9 +3,9 @@
 The waits, each of which has a test that fails without it. Offload: a gather after the compute that wrote its blocks,
 and after the write that last used its staging; the write after its gather; compute after the gather, before the blocks
 are reused. Reload: the check after its read; the scatter after the compute that last used its blocks; compute after the
-scatter; a read after the scatter that last used its staging. Where a file is read into the pool itself, or written from
-it, the read or write stands for both jobs and asks for the waits of both: no staging, no copy, nothing between disk and
-blocks but the check. A failed read is a miss, never an exception. Does not know requests, models, or who owns a block.
+scatter; a read after the scatter that last used its staging.
+Where a file is read into the pool itself, or written from it, the read or write stands for both jobs and asks for the
+waits of both. A failed read is a miss, never an exception. Does not know requests, models, or who owns a block.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Pending(ABC):
     transfer: Transfer
     tier: Tier
     blocks: int
-    started: float = field(default_factory=time.perf_counter)
+    started: float
     copies: list[Event] = field(default_factory=list)
     ios: list[Event] = field(default_factory=list)
     bytes_moved: int = 0
@@ -341,11 +341,15 @@ class Transfer:
         tier.open(self.geometry, self.streams)
         self._fingerprints[tier] = fingerprint
 
-    def _check(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def _begin(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> float:
+        """When the transfer began: before the tier is asked for anything, so that an emulated link is in `wall_s`."""
+        started = time.perf_counter()
+        self.poll()
         if len(blocks) != len(hashes):
             raise ValueError(f"{len(blocks)} blocks and {len(hashes)} hashes; expected one hash for each block")
         if blocks and (min(blocks) < 0 or max(blocks) >= self.pool.num_blocks):
             raise ValueError(f"blocks {min(blocks)} to {max(blocks)}; the pool has 0 to {self.pool.num_blocks - 1}")
+        return started
 
     def offload(
         self,
@@ -363,9 +367,7 @@ class Transfer:
         wait now, and files are written from the blocks themselves where the streams can. Raises KeyError for a tier
         that was not opened.
         """
-        self.poll()
-        fingerprint = fingerprint or self._fingerprints[tier]
-        self._check(blocks, hashes)
+        started, fingerprint = self._begin(blocks, hashes), fingerprint or self._fingerprints[tier]
         tier.touch(hashes)
         contains = tier.contains
         wanted = {h: block for h, block in zip(hashes, blocks, strict=True) if not contains(h, fingerprint)}
@@ -374,7 +376,7 @@ class Transfer:
         held = len(hashes)
         if len(store.hashes) < len(wanted):  # up to the first that found no room
             held = hashes.index(next(itertools.islice(wanted, len(store.hashes), None)))
-        pending = Offload(self, tier, len(blocks), store=store, held=held)
+        pending = Offload(self, tier, len(blocks), started, store=store, held=held)
         self._open_transfers.append(pending)
         written = self.streams.compute_event()
         for piece in store.pieces:
@@ -414,9 +416,7 @@ class Transfer:
         self, tier: Tier, hashes: Sequence[bytes], blocks: Sequence[int], fingerprint: Fingerprint | None = None
     ) -> Reload:
         """Fetch the leading blocks that `tier` holds into the pool's `blocks`. A block it lacks ends the run."""
-        self.poll()
-        fingerprint = fingerprint or self._fingerprints[tier]
-        self._check(blocks, hashes)
+        started, fingerprint = self._begin(blocks, hashes), fingerprint or self._fingerprints[tier]
         if len(set(blocks)) != len(blocks):
             raise ValueError("a target block is named twice; one block holds one block's bytes")
         held = 0
@@ -427,6 +427,7 @@ class Transfer:
             self,
             tier,
             len(blocks),
+            started,
             hashes=hashes,
             targets=_ids(blocks),
             load=tier.load(hashes[:held], fingerprint),
