@@ -3,9 +3,8 @@
 The waits, each of which has a test that fails without it. Offload: a gather after the compute that wrote its blocks,
 and after the write that last used its staging; the write after its gather; compute after the gather, before the blocks
 are reused. Reload: the check after its read; the scatter after the compute that last used its blocks; compute after the
-scatter; a read after the scatter that last used its staging.
-Where a file is read into the pool itself, or written from it, the read or write stands for both jobs and asks for the
-waits of both. A failed read is a miss, never an exception. Does not know requests, models, or who owns a block.
+scatter; a read after the scatter that last used its staging. A file read into the pool itself, or written from it,
+asks for the waits of both jobs. A failed read is a miss, never an exception. Does not know requests or models.
 """
 
 from __future__ import annotations
