@@ -8,12 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvlab import policy as policies
 from kvlab.arch import ModelArch
 from kvlab.arithmetic import kv_bytes, prefill_flops
 from kvlab.machine import Machine
 from kvlab.verdict import Verdict, decide
 
 if TYPE_CHECKING:
+    from kvlab.engine import Engine
     from kvlab.experiments.calibrate import calibrate
     from kvlab.loading import load_model
     from kvlab.model import Model
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockPool",
     "DiskTier",
+    "Engine",
     "HostTier",
     "LinkTier",
     "Machine",
@@ -37,12 +40,14 @@ __all__ = [
     "decide",
     "kv_bytes",
     "load_model",
+    "policies",
     "prefill_flops",
 ]
 
 _LAZY = {
     "BlockPool": "kvlab.pool",
     "DiskTier": "kvlab.tiers",
+    "Engine": "kvlab.engine",
     "HostTier": "kvlab.tiers",
     "LinkTier": "kvlab.tiers",
     "Model": "kvlab.model",

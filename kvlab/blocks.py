@@ -130,17 +130,32 @@ class BlockAllocator:
         table.blocks[index] = new
         return old, new
 
+    def truncate(self, table: BlockTable, tokens: int) -> list[int]:
+        """Drop the references behind the first `tokens` tokens; returns the blocks that became free."""
+        self._own(table)
+        keep = blocks_for(tokens, self.block_size)
+        if not 0 <= keep <= len(table.blocks):
+            raise ValueError(f"cannot truncate a table of {table.capacity} slots to {tokens} tokens")
+        dropped = table.blocks[keep:]
+        del table.blocks[keep:]
+        table.tokens = min(table.tokens, tokens)
+        return self._unref(dropped)
+
     def release(self, table: BlockTable) -> list[int]:
         """Drop the table and its references; returns the blocks that became free. The table must not be used again."""
         self._own(table)
         del self._tables[id(table)]
+        freed = self._unref(table.blocks)
+        table.blocks, table.tokens = [], 0
+        return freed
+
+    def _unref(self, blocks: Iterable[int]) -> list[int]:
         freed = []
-        for block in table.blocks:
+        for block in blocks:
             self._ref_count[block] -= 1
             if self._ref_count[block] == 0:
                 self._free.append(block)
                 freed.append(block)
-        table.blocks, table.tokens = [], 0
         return freed
 
     def check_integrity(self) -> None:

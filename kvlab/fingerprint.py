@@ -65,11 +65,14 @@ class Fingerprint:
         return [name for name in sorted(mine.keys() | stored.keys()) if mine.get(name) != stored.get(name)]
 
 
-def block_hashes(fingerprint: Fingerprint, tokens: Sequence[int], block_size: int) -> list[bytes]:
+def block_hashes(
+    fingerprint: Fingerprint, tokens: Sequence[int], block_size: int, parent: bytes = bytes(HASH_BYTES)
+) -> list[bytes]:
     """The chained SHA-256 of each *full* block of `tokens`: hash of (parent hash, fingerprint, the block's tokens).
 
     A partial last block has no hash: its bytes still change. Because each hash holds its parent's, one changed
     token changes the hash of its block and of every later one. Tokens are hashed as little-endian int64.
+    `parent` is the hash of the block before `tokens`, to go on with a chain.
     """
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; expected at least 1")
@@ -80,7 +83,6 @@ def block_hashes(fingerprint: Fingerprint, tokens: Sequence[int], block_size: in
     own, stride, hashes = fingerprint.digest(), 8 * block_size, []
     # The prefix (tags and lengths of fixed-size fields) is constant, so hash it once and copy the state.
     start = hashlib.sha256(b"kvlab.block/1" + own + block_size.to_bytes(8, "big"))
-    parent = bytes(HASH_BYTES)
     for offset in range(0, len(tokens) // block_size * stride, stride):
         state = start.copy()
         state.update(parent)

@@ -1,13 +1,18 @@
 """Which blocks of a prompt are already somewhere: the longest run of known hashes, and how much of it may be used.
 
-Hashes and counts only; does not know tensors or tiers.
+`PrefixIndex` keeps full blocks in the pool after their requests. Hashes, ids and counts only; no tensors, no tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-__all__ = ["matched_blocks", "reloadable_tokens"]
+from kvlab.blocks import BlockAllocator, BlockTable
+
+__all__ = ["CachedBlock", "PrefixIndex", "matched_blocks", "reloadable_tokens"]
 
 
 def matched_blocks(hashes: Sequence[bytes], known: Callable[[bytes], bool]) -> int:
@@ -25,3 +30,111 @@ def reloadable_tokens(prefix: int, prompt: int, block_size: int) -> int:
     since its logits are what the request came for.
     """
     return min(prefix, prompt - 1) // block_size * block_size
+
+
+@dataclass(eq=False)
+class CachedBlock:
+    """A full block that stays in the pool after its request: `block` by id, `position` of its first token.
+
+    `parent` is the hash of the block before it. `used_s`: when it was last asked for, on the engine's clock.
+    """
+
+    block_hash: bytes
+    block: int
+    position: int
+    parent: bytes | None
+    salt: str
+    table: BlockTable
+    used_s: float
+
+
+class PrefixIndex:
+    """Full blocks in the pool by chained hash. Owns its entries and, by one-block tables, a reference to each block.
+
+    A block that nobody else holds is idle and can be evicted, but not before the blocks that come right behind it:
+    without it they would be useless.
+    """
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+        self._entries: dict[bytes, CachedBlock] = {}
+        self._children: Counter[bytes] = Counter()  # entries by the hash of their parent, be that here or not
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[CachedBlock]:
+        return iter(self._entries.values())
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._entries
+
+    def matched(self, hashes: Sequence[bytes]) -> int:
+        """How many leading ones of `hashes` are here."""
+        return matched_blocks(hashes, self._entries.__contains__)
+
+    def match(self, hashes: Sequence[bytes], now_s: float) -> list[int]:
+        """The blocks of the longest leading run of `hashes` that is here; marks them as used."""
+        blocks = []
+        for block_hash in hashes[: self.matched(hashes)]:
+            entry = self._entries[block_hash]
+            entry.used_s = now_s
+            blocks.append(entry.block)
+        return blocks
+
+    def insert(self, hashes: Sequence[bytes], index: int, block: int, salt: str, now_s: float) -> None:
+        """Keep `block`, held by somebody as the `index`-th of `hashes`; the first copy of a hash stays."""
+        block_hash = hashes[index]
+        if block_hash in self._entries:
+            return
+        table = self._allocator.new_table()
+        self._allocator.share(table, [block])
+        parent = hashes[index - 1] if index else None
+        position = index * self._allocator.block_size
+        self._entries[block_hash] = CachedBlock(block_hash, block, position, parent, salt, table, now_s)
+        if parent is not None:
+            self._children[parent] += 1
+
+    def idle(self, entry: CachedBlock) -> bool:
+        """Whether nobody but this index holds the block."""
+        return self._allocator.ref_count(entry.block) == 1
+
+    def victims(
+        self, count: int, value: Callable[[CachedBlock], float], among: Sequence[bytes] | None = None
+    ) -> list[CachedBlock]:
+        """Up to `count` idle blocks, the least valuable first, each behind its children where they are idle too.
+
+        `among`: only blocks with these hashes.
+        """
+        entries = self if among is None else (self._entries[h] for h in among if h in self._entries)
+        candidates = {entry.block_hash: entry for entry in entries if self.idle(entry)}
+        heap = [
+            (value(entry), order, entry)
+            for order, entry in enumerate(candidates.values())
+            if not self._children[entry.block_hash]
+        ]
+        heapq.heapify(heap)
+        chosen: list[CachedBlock] = []
+        gone: Counter[bytes] = Counter()
+        while heap and len(chosen) < count:
+            entry = heapq.heappop(heap)[2]
+            chosen.append(entry)
+            if entry.parent in candidates:
+                parent = candidates[entry.parent]
+                gone[entry.parent] += 1
+                if gone[entry.parent] == self._children[entry.parent]:  # it has become the end of its chain
+                    heapq.heappush(heap, (value(parent), len(candidates) + len(chosen), parent))
+        if len(chosen) < count:  # only blocks in front of one that somebody holds are left: better useless than stuck
+            taken = {entry.block_hash for entry in chosen}
+            rest = [entry for entry in candidates.values() if entry.block_hash not in taken]
+            chosen += sorted(rest, key=lambda entry: -entry.position)[: count - len(chosen)]
+        return chosen
+
+    def remove(self, entry: CachedBlock) -> list[int]:
+        """Forget an entry; returns its block if that has become free."""
+        del self._entries[entry.block_hash]
+        if entry.parent is not None:
+            self._children[entry.parent] -= 1
+            if not self._children[entry.parent]:
+                del self._children[entry.parent]
+        return self._allocator.release(entry.table)

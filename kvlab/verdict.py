@@ -118,6 +118,7 @@ class Verdict:
     reload_s: float
     suffix_s: float
     kv_bytes: int
+    resident: int = 0
 
     @property
     def too_close(self) -> bool:
@@ -126,8 +127,8 @@ class Verdict:
 
     @property
     def reload_tokens(self) -> int:
-        """Tokens that a reload brings: the prefix's whole blocks, less one when nothing would be left to compute."""
-        return reloadable_tokens(self.prefix, self.prefix + self.suffix, self.block_size)
+        """Tokens that a reload brings: the prefix's whole blocks that are not resident, and never the last token."""
+        return max(0, reloadable_tokens(self.prefix, self.prefix + self.suffix, self.block_size) - self.resident)
 
     @cached_property
     def _scan(self) -> tuple[list[int], list[float], list[float]]:
@@ -151,6 +152,7 @@ class Verdict:
             link_share=self.link_share,
             decode_delay_value=self.decode_delay_value,
             overlap_groups=self.overlap_groups,
+            resident=min(self.resident, prefix),
         )
 
     @cached_property
@@ -198,14 +200,14 @@ class Verdict:
             return self.wait_s + link.transfer_s(tail_bytes, blocks - head, layers, self.link_share, self.tp)
 
         def compute_s(head: int) -> float:
-            return self.machine.prefill_s(self.arch, 0, head * size, self.tp)
+            return self.machine.prefill_s(self.arch, self.resident, self.resident + head * size, self.tp)
 
         # Loading falls and computing rises with the head, so the best split is on one side of where they cross.
         low, high = 0, blocks
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if compute_s(middle) >= load_s(middle) else (middle + 1, high)
-        rest_s = self.machine.prefill_s(self.arch, blocks * size, total, self.tp)
+        rest_s = self.machine.prefill_s(self.arch, self.resident + blocks * size, total, self.tp)
         best: Split | None = None
         for head in (low - 1, low):
             if 0 < head < blocks:
@@ -252,10 +254,10 @@ class Verdict:
                 f" = {format_s(self.kv_bytes / (rate * 1e9))}",
             ]
         lines += [
-            *self._prefill_lines("prefill ", kept, total),
+            *self._prefill_lines("prefill ", self.resident + kept, total),
             *self._overlap_lines(),
             f"  time to first token by reload    {format_s(self.ttft_reload_s)}",
-            *self._prefill_lines("recompute", 0, total),
+            *self._prefill_lines("recompute", self.resident, total),
             f"  time to first token by recompute {format_s(self.ttft_recompute_s)}",
         ]
         if self.decode_delay_value:
@@ -311,6 +313,7 @@ def decide(
     decode_delay_value: float = 0.0,
     overlap_groups: int = 1,
     allow_split: bool = False,
+    resident: int = 0,
 ) -> Verdict:
     """Reload the cached `prefix` from `tier`, or compute it again? Times are time to first token, suffix included.
 
@@ -318,6 +321,7 @@ def decide(
     what one second of delay to the active decodes is worth, in seconds of this request's time: recompute delays them
     for the whole prefill, a reload for the suffix's prefill and for `decode_slowdown` of the copy. With `allow_split`
     the choice may be "split". With `overlap_groups` layer groups the suffix computes group i while group i + 1 arrives.
+    `resident` tokens of the prefix (whole blocks) are in the pool already: neither way pays for them.
     Raises ValueError for values out of range and for a tier the machine does not know.
     """
     if prefix < 0 or suffix < 0 or prefix + suffix < 1:
@@ -333,22 +337,24 @@ def decide(
         or queued_bytes < 0
         or not 0 < link_share <= 1
         or decode_delay_value < 0
+        or not 0 <= resident <= prefix
+        or resident % block_size
     ):
         raise ValueError(
             f"block_size {block_size}, tp {tp}, overlap_groups {overlap_groups} must be at least 1;"
             f" queued_bytes {queued_bytes}, decode_delay_value {decode_delay_value} at least 0;"
-            f" link_share {link_share} in (0, 1]"
+            f" link_share {link_share} in (0, 1]; resident {resident} whole blocks of the prefix"
         )
     link, total = machine.link(tier), prefix + suffix
-    kept = reloadable_tokens(prefix, total, block_size)
-    blocks, layers = kept // block_size, len(arch.layers)
-    size_bytes = kv_bytes(arch, kept, kv_dtype, tp, block_size)
+    kept = max(resident, reloadable_tokens(prefix, total, block_size))
+    blocks, layers = (kept - resident) // block_size, len(arch.layers)
+    size_bytes = kv_bytes(arch, kept - resident, kv_dtype, tp, block_size)
     reload_s = link.transfer_s(size_bytes, blocks, layers, link_share, tp)
     wait_s = 0.0
     if queued_bytes and blocks:
         wait_s = queued_bytes / (link.rate_gb_per_s(link.copy_bytes(size_bytes, blocks, layers), link_share, tp) * 1e9)
     suffix_s = machine.prefill_s(arch, kept, total, tp)
-    recompute_s = machine.prefill_s(arch, 0, total, tp)
+    recompute_s = machine.prefill_s(arch, resident, total, tp)
     # Equal groups in a pipeline: whichever of loading and computing is longer runs through, the other shows one group.
     hidden_s = (1 - 1 / overlap_groups) * min(reload_s, suffix_s)
     ttft_reload_s = wait_s + reload_s + suffix_s - hidden_s
@@ -379,6 +385,7 @@ def decide(
         reload_s=reload_s,
         suffix_s=suffix_s,
         kv_bytes=size_bytes,
+        resident=resident,
     )
     if allow_split and verdict.split is not None:
         return replace(verdict, choice="split")

@@ -33,6 +33,17 @@ class Schedules(RuleBasedStateMachine):
             self.tables.append((self.allocator.new_table(), {}))
 
     @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def truncate(self, data):
+        table, expected = self.pick(data)
+        tokens = data.draw(st.integers(0, table.tokens))
+        self.allocator.truncate(table, tokens)
+        assert table.tokens == tokens
+        assert len(table.blocks) == blocks_for(tokens, self.size)
+        for position in [position for position in expected if position >= tokens]:
+            del expected[position]
+
+    @precondition(lambda self: self.tables)
     @rule(data=st.data(), more=st.integers(1, 20))
     def append(self, data, more):
         table, expected = self.pick(data)

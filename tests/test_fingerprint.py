@@ -90,3 +90,8 @@ def test_matching_stops_at_the_first_gap_and_the_last_token_is_always_computed()
     assert reloadable_tokens(32, 33, 16) == 32
     assert reloadable_tokens(32, 32, 16) == 16  # wholly cached: the last token is computed, and so its block
     assert reloadable_tokens(15, 100, 16) == 0
+
+
+def test_a_chain_goes_on_from_the_hash_of_its_parent():
+    whole = block_hashes(BASE, range(64), 16)
+    assert block_hashes(BASE, range(32, 64), 16, whole[1]) == whole[2:]

@@ -19,7 +19,8 @@ FLOORS = {
     **dict.fromkeys(("memory", "pool", "streams", "adversaries", "transfer", "staging", "tiers"), 2),
     **dict.fromkeys(("model", "attention", "linear", "rope", "adapter"), 3),
     **dict.fromkeys(("loading", "weights", "hub", "tokenizer", "gguf_file"), 3),
-    **dict.fromkeys(("request", "policy", "scheduler", "engine", "simulate"), 4),
+    **dict.fromkeys(("request", "policy", "executor", "torch_executor"), 4),
+    **dict.fromkeys(("cache", "scheduler", "engine", "simulate"), 4),
     **dict.fromkeys(("experiments", "records"), 5),
     **dict.fromkeys(("cli", "lab", "bridges"), 6),
 }

@@ -264,3 +264,19 @@ def test_the_settled_crossover_is_the_start_of_the_last_run_of_wins(pairs):
         start = 0 if at == 0 else tokens.index(at)
         assert all(a[i] < b[i] for i in range(start, len(a)))
         assert at == 0 or a[start - 1] >= b[start - 1]
+
+
+@pytest.mark.parametrize("resident", [0, 64, 128])
+def test_resident_blocks_are_paid_for_by_neither_way(resident):
+    m = machine(overhead_s=0.01)
+    verdict = decide(TINY, m, prefix=128, suffix=10, block_size=16, resident=resident)
+    size = kv_bytes(TINY, 128 - resident)
+    load_s = size / m.link("host").gb_per_s(1) / 1e9 + 0.01 if size else 0.0
+    assert verdict.reload_tokens == 128 - resident
+    assert verdict.ttft_reload_s == pytest.approx(load_s + m.prefill_s(TINY, 128, 138))
+    assert verdict.ttft_recompute_s == pytest.approx(m.prefill_s(TINY, resident, 138))
+    assert f"positions {resident} to 138" in verdict.explain()
+    if split := verdict.split:
+        assert split.recompute_tokens + split.reload_tokens == 128 - resident
+    with pytest.raises(ValueError, match="resident 8 whole blocks"):
+        decide(TINY, m, prefix=128, suffix=10, block_size=16, resident=8)

@@ -1,0 +1,278 @@
+"""Policies: what to do about the part of a prompt that lies in a tier. And which idle blocks to keep in the pool.
+
+Small objects from a `Situation` to a `Decision`; `kvlab.policies` is this module. Arithmetic only: no torch, no clock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvlab.arch import ModelArch
+from kvlab.arithmetic import kv_bytes
+from kvlab.machine import Machine
+from kvlab.prefix import CachedBlock
+from kvlab.units import format_s
+from kvlab.verdict import Choice, Split, Verdict, decide
+
+__all__ = [
+    "LRU",
+    "Calibrated",
+    "CostAware",
+    "Decision",
+    "Eviction",
+    "Option",
+    "Oracle",
+    "Policy",
+    "Recompute",
+    "Reload",
+    "Situation",
+    "Threshold",
+]
+
+# The fastest tier that holds the block with this hash and salt, if any does.
+Holder = Callable[[bytes, str], str | None]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A tier that holds the prompt's whole blocks from the resident ones up to token `prefix`.
+
+    `queued_bytes`: what the loads that were asked for before still have to bring over the same link.
+    """
+
+    tier: str
+    prefix: int
+    queued_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known when a request is admitted. Tokens: [0, `resident`) are in the pool, [0, `prompt`) are wanted.
+
+    `key` is (request id, turn). `active_decodes` wait while this request computes. `groups`: layer groups that load
+    while the ones before them compute.
+    """
+
+    key: tuple[int, int]
+    arch: ModelArch
+    kv_dtype: str
+    block_size: int
+    prompt: int
+    resident: int
+    options: tuple[Option, ...]
+    active_decodes: int = 0
+    groups: int = 1
+
+    @property
+    def longest(self) -> Option:
+        """The option that brings most; among equals the first, which is the fastest tier."""
+        return max(self.options, key=lambda option: option.prefix)
+
+
+@dataclass
+class Decision:
+    """A choice with its inputs, its reason and both predicted times to first token (None: nobody predicted).
+
+    [`start`, `stop`) are the tokens to load from `option` while those before `start` are computed; empty for recompute.
+    Filled in at the first token: `actual_s` since `made_s`, and `estimated_regret_s`, by how much that exceeds what
+    was predicted for the best other way (never below 0). It is an estimate: only replaying both ways measures regret.
+    """
+
+    situation: Situation
+    choice: Choice
+    reason: str
+    option: Option | None = None
+    start: int = 0
+    stop: int = 0
+    ttft_reload_s: float | None = None
+    ttft_recompute_s: float | None = None
+    ttft_split_s: float | None = None
+    verdict: Verdict | None = None
+    made_s: float = 0.0
+    actual_s: float | None = None
+    estimated_regret_s: float | None = None
+
+    def settle(self, now_s: float) -> None:
+        """The first token came at `now_s`."""
+        self.actual_s = now_s - self.made_s
+        ways = {"reload": self.ttft_reload_s, "recompute": self.ttft_recompute_s, "split": self.ttft_split_s}
+        others = [seconds for way, seconds in ways.items() if way != self.choice and seconds is not None]
+        if others:
+            self.estimated_regret_s = max(0.0, self.actual_s - min(others))
+
+
+def _reload(situation: Situation, option: Option, reason: str) -> Decision:
+    return Decision(situation, "reload", reason, option, situation.resident, option.prefix)
+
+
+class Policy(ABC):
+    """Asked once for each request that could load something."""
+
+    @abstractmethod
+    def decide(self, situation: Situation) -> Decision:
+        """Reload, recompute or split; at least one option is given."""
+
+    def check(self, tiers: Sequence[str]) -> None:  # noqa: B027  (most policies know nothing of tiers)
+        """Raises ValueError when it cannot judge one of these tiers."""
+
+
+@dataclass(frozen=True)
+class Reload(Policy):
+    """Always reload what can be had, as vLLM's connectors do."""
+
+    def decide(self, situation: Situation) -> Decision:
+        """Reload from the tier that brings most."""
+        return _reload(situation, situation.longest, "reload: always")
+
+
+@dataclass(frozen=True)
+class Recompute(Policy):
+    """Never reload."""
+
+    def decide(self, situation: Situation) -> Decision:
+        """Recompute."""
+        return Decision(situation, "recompute", "recompute: always")
+
+
+@dataclass(frozen=True)
+class Threshold(Policy):
+    """Reload from `tokens` tokens on, as SGLang, LMCache and llm-d have it: a constant for all machines and loads."""
+
+    tokens: int
+
+    def decide(self, situation: Situation) -> Decision:
+        """Compare what a reload would bring with the threshold."""
+        option = situation.longest
+        brings = option.prefix - situation.resident
+        if brings >= self.tokens:
+            return _reload(situation, option, f"reload: {brings} tokens are at least {self.tokens}")
+        return Decision(situation, "recompute", f"recompute: {brings} tokens are fewer than {self.tokens}")
+
+
+@dataclass(frozen=True)
+class Calibrated(Policy):
+    """Predict every way on a measured machine, the link's queue included, and take the cheapest.
+
+    `decode_delay_value`: what a second of delay to *one* active decode is worth, in seconds of this request's time.
+    """
+
+    machine: Machine
+    decode_delay_value: float = 0.0
+    allow_split: bool = True
+
+    def check(self, tiers: Sequence[str]) -> None:
+        """Raises ValueError naming a tier to which the machine has no measured link."""
+        for tier in tiers:
+            self.machine.link(tier)
+
+    def decide(self, situation: Situation) -> Decision:
+        """One verdict for each tier that holds something; the cheapest wins."""
+        verdicts = [(self._verdict(situation, option), option) for option in situation.options]
+        verdict, option = min(verdicts, key=lambda pair: _cost_s(pair[0]))
+        split = verdict.split if verdict.choice == "split" else None
+        start = situation.resident + (split.recompute_tokens if split else 0)
+        recompute = verdict.choice == "recompute"
+        return Decision(
+            situation,
+            verdict.choice,
+            verdict.reason if split is None else _split_reason(verdict, split),
+            None if recompute else option,
+            0 if recompute else start,
+            0 if recompute else option.prefix,
+            verdict.ttft_reload_s,
+            verdict.ttft_recompute_s,
+            split.ttft_s if split else None,
+            verdict,
+        )
+
+    def _verdict(self, situation: Situation, option: Option) -> Verdict:
+        return decide(
+            situation.arch,
+            self.machine,
+            prefix=option.prefix,
+            suffix=situation.prompt - option.prefix,
+            tier=option.tier,
+            kv_dtype=situation.kv_dtype,
+            block_size=situation.block_size,
+            queued_bytes=option.queued_bytes,
+            decode_delay_value=self.decode_delay_value * situation.active_decodes,
+            overlap_groups=situation.groups,
+            allow_split=self.allow_split,
+            resident=situation.resident,
+        )
+
+
+def _split_reason(verdict: Verdict, split: Split) -> str:
+    return (
+        f"split: {format_s(split.ttft_s)}, {split.recompute_tokens} tokens computed while {split.reload_tokens} load;"
+        f" against {format_s(verdict.ttft_reload_s)} for reload and {format_s(verdict.ttft_recompute_s)} for recompute"
+    )
+
+
+def _cost_s(verdict: Verdict) -> float:
+    if verdict.choice == "split" and verdict.split is not None:
+        return verdict.split.ttft_s
+    return min(verdict.cost_reload_s, verdict.cost_recompute_s)
+
+
+@dataclass(frozen=True)
+class Oracle(Policy):
+    """Knows how long each way takes, from replays of both: {(request id, turn): {choice: seconds}}."""
+
+    replayed_s: Mapping[tuple[int, int], Mapping[Choice, float]]
+
+    def decide(self, situation: Situation) -> Decision:
+        """The way that took least. Raises KeyError for a resume that was not replayed."""
+        if situation.key not in self.replayed_s:
+            raise KeyError(
+                f"request {situation.key[0]}, turn {situation.key[1]} was not replayed; an oracle cannot guess"
+            )
+        times = self.replayed_s[situation.key]
+        reload_s, recompute_s = times["reload"], times["recompute"]
+        why = f"replayed: reload {reload_s:g} s, recompute {recompute_s:g} s"
+        if reload_s < recompute_s:
+            decision = _reload(situation, situation.longest, why)
+        else:
+            decision = Decision(situation, "recompute", why)
+        decision.ttft_reload_s, decision.ttft_recompute_s = reload_s, recompute_s
+        return decision
+
+
+class Eviction(ABC):
+    """Which idle blocks the pool gives up first."""
+
+    @abstractmethod
+    def value(self, block: CachedBlock, now_s: float, holder: Holder) -> float:
+        """What keeping a block is worth (any unit; the least goes first). `holder` names a tier that holds it too."""
+
+
+@dataclass(frozen=True)
+class LRU(Eviction):
+    """The block that was asked for longest ago goes first."""
+
+    def value(self, block: CachedBlock, now_s: float, holder: Holder) -> float:  # noqa: ARG002
+        """When it was last used."""
+        return block.used_s
+
+
+@dataclass(frozen=True)
+class CostAware(Eviction):
+    """Seconds to get a block back ÷ seconds that it has been idle: a block that a fast tier holds, or that is cheap to
+    compute because it stands early, goes before one that is dear. `arch`, `kv_dtype` and `block_size` as in the pool.
+    """
+
+    machine: Machine
+    arch: ModelArch
+    kv_dtype: str
+    block_size: int
+
+    def value(self, block: CachedBlock, now_s: float, holder: Holder) -> float:
+        """Seconds to regain it per second idle."""
+        back_s = self.machine.prefill_s(self.arch, block.position, block.position + self.block_size)
+        tier = holder(block.block_hash, block.salt)
+        if tier is not None:
+            size_bytes = kv_bytes(self.arch, self.block_size, self.kv_dtype)
+            back_s = min(back_s, self.machine.link(tier).transfer_s(size_bytes, 1, len(self.arch.layers)))
+        return back_s / max(now_s - block.used_s, 1e-9)

@@ -1,0 +1,389 @@
+"""The scheduler: what runs in a step, who gets blocks, who gives them up, and what is loaded rather than computed.
+
+Chunked prefill and batched decode within a token budget, first come, first served. It takes an `Executor`, which moves
+bytes and computes (or bills the time for it) and owns the clock, so that an engine and a simulator decide alike.
+Does not know torch, tiers' insides, or what a token means.
+
+Why it cannot get stuck: a request is refused unless the pool could hold it alone; the oldest one takes blocks from
+idle ones first and then from the youngest that runs, so it always gets on; loads end by themselves.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from kvlab.arch import ModelArch
+from kvlab.blocks import BlockTable, blocks_for
+from kvlab.cache import Cache
+from kvlab.executor import Chunk, Executor, Load, Outcome
+from kvlab.policy import Decision, Eviction, Option, Policy, Situation
+from kvlab.prefix import matched_blocks, reloadable_tokens
+from kvlab.request import Request
+
+__all__ = ["Counts", "Scheduler"]
+
+_DECISIONS_KEPT = 10_000  # the log of an engine that runs for weeks must not fill its memory
+
+
+@dataclass
+class Counts:
+    """What the scheduler has done. `hit_tokens` by source: "pool" or a tier's name."""
+
+    steps: int = 0
+    hit_tokens: Counter[str] = field(default_factory=Counter)
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    copied_blocks: int = 0
+    loads: int = 0
+    failed_loads: int = 0
+    joined_loads: int = 0
+    estimated_regret_s: float = 0.0
+    decisions: Counter[str] = field(default_factory=Counter)
+
+
+class Scheduler:
+    """Owns the block tables, the prefix index, and who is in which state."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        arch: ModelArch,
+        kv_dtype: str,
+        policy: Policy,
+        eviction: Eviction,
+        *,
+        token_budget: int,
+        max_running: int,
+        watermarks: tuple[float, float],
+    ) -> None:
+        low, high = watermarks
+        if token_budget < 1 or max_running < 1 or not 0 <= low <= high <= 1:
+            raise ValueError(
+                f"token_budget {token_budget} and max_running {max_running} must be at least 1, and"
+                f" watermarks {watermarks} two shares of free blocks with 0 <= low <= high <= 1"
+            )
+        policy.check(executor.tiers)
+        self.executor, self.arch, self.kv_dtype = executor, arch, kv_dtype
+        self.policy = policy
+        self.token_budget, self.max_running = token_budget, max_running
+        self._low, high_blocks = (int(share * executor.num_blocks) for share in watermarks)
+        self.cache = Cache(executor, eviction, high_blocks)
+        self.allocator, self.index = self.cache.allocator, self.cache.index
+        self.waiting: list[Request] = []  # by arrival
+        self.running: dict[Request, None] = {}  # those that compute, drivers of loads included
+        self._loads: list[Load] = []
+        self._driving: dict[Request, Load] = {}
+        self._room_changed = False
+        self.decisions: deque[Decision] = deque(maxlen=_DECISIONS_KEPT)
+        self.counts = Counts()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self.waiting or self.running or self._loads)
+
+    # What callers ask for ---------------------------------------------------------------------------------------------
+
+    def check_fits(self, tokens: int, max_new_tokens: int) -> None:
+        """Raises ValueError, with the sizes, for a turn that could not run even alone."""
+        if tokens < 1 or max_new_tokens < 1:
+            raise ValueError(f"{tokens} tokens and max_new_tokens {max_new_tokens}; expected at least 1 of each")
+        most = tokens + max_new_tokens - 1  # the last token that is generated is never computed
+        if most > self.arch.max_positions:
+            raise ValueError(
+                f"{tokens} tokens and {max_new_tokens} new ones need {most} positions; {self.arch.name} has"
+                f" {self.arch.max_positions}"
+            )
+        need, size = blocks_for(most, self.allocator.block_size), self.allocator.block_size
+        if need > self.allocator.num_blocks:
+            raise ValueError(
+                f"{tokens} tokens and {max_new_tokens} new ones need {need} blocks of {size} tokens; the pool has"
+                f" {self.allocator.num_blocks}: it can never run here"
+            )
+
+    def enqueue(self, request: Request) -> None:
+        """Let a request wait for its turn, in order of arrival."""
+        request.state = "waiting"
+        self._room_changed = True
+        insort(self.waiting, request, key=lambda other: other.arrival)
+
+    def stop(self, request: Request) -> None:
+        """Take a request out of whatever it is in; what it has computed stays with it until the room is needed."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        for load in self._loads:
+            if request in load.waiters:
+                load.waiters.remove(request)
+        load_driven = self._driving.pop(request, None)
+        if load_driven is not None:
+            load_driven.driver = None
+        self.running.pop(request, None)
+        self._room_changed = True
+        self.cache.park(request)
+
+    # One step ---------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Admit, plan, run, and account for it; returns the new tokens."""
+        self.counts.steps += 1
+        for load in [load for load in self._loads if load.driver is None]:
+            self._land(load, self.executor.finish(load.handle))
+        self._admit()
+        chunks, decodes = self._plan()
+        produced: list[tuple[Request, int]] = []
+        if chunks or decodes:
+            outcome = self.executor.run(chunks, decodes)
+            for chunk in chunks:
+                if chunk.load is not None:
+                    valid = outcome.valid[chunk.load]
+                    complete = valid == len(chunk.load.table.blocks)
+                    self._land(chunk.load, valid)
+                    if not complete:
+                        continue
+                self._computed(chunk.request, chunk.stop, outcome, produced)
+            for request in decodes:
+                self._computed(request, request.computed + 1, outcome, produced)
+        if self.allocator.free_blocks < self._low:
+            self._make_room(self.cache.high_blocks)
+        return produced
+
+    def _computed(self, request: Request, stop: int, outcome: Outcome, produced: list[tuple[Request, int]]) -> None:
+        table, size = request.table, self.allocator.block_size
+        assert table is not None, "a request without blocks has computed"
+        start, table.tokens = table.tokens, stop
+        self.counts.computed_tokens += stop - start
+        self.cache.name(request, stop // size)
+        for index in range(start // size, stop // size):
+            self.index.insert(request.hashes, index, table.blocks[index], request.salt, self.executor.now())
+        if request in outcome.tokens:
+            token = outcome.tokens[request]
+            self.counts.generated_tokens += 1
+            produced.append((request, token))
+            decision = request.decision
+            if decision is not None and decision.actual_s is None:
+                decision.settle(self.executor.now())
+                self.counts.estimated_regret_s += decision.estimated_regret_s or 0.0
+            if request.append(token, self.executor.now()):
+                request.state, request.timing.ended_s = "finished", self.executor.now()
+                self.stop(request)
+
+    def _plan(self) -> tuple[list[Chunk], list[Request]]:
+        """Decodes first, then prefill within the token budget; behind a load that is still on its way if all wait."""
+        order = sorted(self.running, key=lambda request: request.arrival)
+        decodes = [r for r in order if self._decodes(r) and self._writable(r, r.computed, r.computed + 1)]
+        budget = max(1, self.token_budget - len(decodes))
+        chunks: list[Chunk] = []
+        late: list[Chunk] = []
+        for request in order:
+            if request not in self.running or request in decodes:
+                continue
+            chunk = self._next_chunk(request)
+            if chunk.load is not None and not self.executor.arrived(chunk.load.handle):
+                late.append(chunk)
+            else:
+                budget -= self._add(chunks, chunk, budget)
+        late = [chunk for chunk in late if chunk.request in self.running]
+        if late and not (chunks or decodes):
+            self._add(chunks, late[0], budget)
+        # A prefill may have taken the blocks of a younger request whose decode was planned already.
+        return chunks, [request for request in decodes if request in self.running]
+
+    def _decodes(self, request: Request) -> bool:
+        """Whether all but the last token of a running request is computed."""
+        left = len(request.tokens) - request.computed
+        return left == 1 and request.computed > 0 and request in self.running and request not in self._driving
+
+    def _next_chunk(self, request: Request) -> Chunk:
+        """What a request could compute next, were the budget large enough: up to its load, behind it, or to the end."""
+        load, end = self._driving.get(request), len(request.tokens)
+        if load is None:
+            return Chunk(request, request.computed, end)
+        if request.computed < load.start:
+            return Chunk(request, request.computed, load.start)
+        return Chunk(request, load.stop, end, load)
+
+    def _add(self, chunks: list[Chunk], chunk: Chunk, budget: int) -> int:
+        """Plan as much of a chunk as the budget and the pool allow; returns its tokens."""
+        stop = min(chunk.stop, chunk.start + budget)
+        if stop == chunk.start or not self._writable(chunk.request, chunk.start, stop):
+            return 0
+        chunks.append(replace(chunk, stop=stop))
+        return stop - chunk.start
+
+    # Admission --------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        # Those that run only grow: after a refusal it is no use to ask again before something has stopped or landed.
+        while self.waiting and self._room_changed and len(self.running) < self.max_running:
+            first = self.waiting[0]
+            if self._try_admit(first):
+                self.waiting.remove(first)
+            else:
+                self._room_changed = False
+
+    def _try_admit(self, request: Request) -> bool:
+        """Attach what is resident, make room for the prompt, decide on the rest. False: it has to wait."""
+        size, now = self.allocator.block_size, self.executor.now()
+        most = len(request.tokens)
+        self.cache.name(request, reloadable_tokens(most, most, size) // size)
+        wanted = request.hashes[: reloadable_tokens(most, most, size) // size]
+        missing = set(wanted[self.index.matched(wanted) :])
+        for load in self._loads:
+            if not missing.isdisjoint(load.hashes[load.first :]):
+                request.state = "loading"
+                load.waiters.append(request)
+                self.counts.joined_loads += 1
+                return True
+        table = self.cache.attach(request, wanted, now)
+        # Room for one more block for each that runs already, or they would preempt this one at once.
+        need = blocks_for(most, size) - len(table.blocks) + len(self.running)
+        if not (self.cache.reclaimable(table, self._busy()) >= need and self._make_room(need)):
+            assert self.running or self._loads, f"request {request.id} fits the pool and cannot be admitted"
+            self.cache.park(request)
+            return False
+        try:
+            self._decide(request, wanted, now)
+        except Exception:  # a policy's; nothing has begun, and the request is left waiting
+            self.cache.park(request)
+            request.state = "waiting"
+            raise
+        self.counts.hit_tokens["pool"] += request.computed
+        self.allocator.grow(table, most)
+        self.running[request] = None
+        return True
+
+    def _decide(self, request: Request, wanted: list[bytes], now: float) -> None:
+        """Ask the policy about the blocks behind the resident ones, and begin the load that it wants."""
+        table, size = request.table, self.allocator.block_size
+        assert table is not None
+        request.state = "running"
+        first = table.tokens // size
+        options = []
+        # A partial block behind the resident ones makes way for a full one; a shared one would not give up its room.
+        blocked = request.reload_failed or any(self.allocator.ref_count(block) > 1 for block in table.blocks[first:])
+        for tier in () if blocked else self.executor.tiers:
+            held = matched_blocks(wanted[first:], partial(self.executor.holds, tier, salt=request.salt))
+            if held:
+                queued = sum(len(load.table.blocks) for load in self._loads if load.tier == tier)
+                options.append(Option(tier, (first + held) * size, queued * self.executor.block_bytes))
+        if not options:
+            return
+        decodes = sum(other.computed == len(other.tokens) - 1 for other in self.running)
+        decision = self.policy.decide(
+            Situation(
+                (request.id, request.turn),
+                self.arch,
+                self.kv_dtype,
+                size,
+                len(request.tokens),
+                first * size,
+                tuple(options),
+                decodes,
+                self.executor.groups,
+            )
+        )
+        decision.made_s = now
+        self.decisions.append(decision)
+        self.counts.decisions[decision.choice] += 1
+        request.decision = decision
+        if decision.option is None:
+            return
+        self.cache.free(self.allocator.truncate(table, first * size))
+        self.allocator.grow(table, decision.start)
+        target = self.allocator.new_table()
+        blocks = self.allocator.grow(target, decision.stop - decision.start)
+        self.allocator.share(table, blocks)
+        hashes = wanted[: decision.stop // size]
+        start = decision.start // size
+        handle = self.executor.load(decision.option.tier, hashes[start:], blocks, request.salt)
+        load = Load(decision.option.tier, request.salt, hashes, start, target, handle, request)
+        self._loads.append(load)
+        self._driving[request] = load
+        request.state = "loading"
+        self.counts.loads += 1
+
+    def _land(self, load: Load, valid: int) -> None:
+        """A load is over: index what is valid, wake the waiters; a miss is computed instead, and not tried again."""
+        self._loads.remove(load)
+        self._room_changed = True
+        now, complete = self.executor.now(), valid == len(load.table.blocks)
+        for place, block in enumerate(load.table.blocks[:valid]):
+            self.index.insert(load.hashes, load.first + place, block, load.salt, now)
+        self.counts.failed_loads += not complete
+        driver, start, size = load.driver, load.start, self.allocator.block_size
+        if driver is not None:
+            assert driver.table is not None
+            del self._driving[driver]
+            driver.state = "running"
+            if not complete:
+                driver.reload_failed = True
+                self.cache.free(self.allocator.truncate(driver.table, start + valid * size))
+            driver.table.tokens = start + valid * size
+            self.counts.hit_tokens[load.tier] += valid * size
+        self.cache.free(self.allocator.release(load.table))
+        for waiter in load.waiters:
+            self.enqueue(waiter)
+
+    # Blocks -----------------------------------------------------------------------------------------------------------
+
+    def _writable(self, request: Request, start: int, stop: int) -> bool:
+        """Blocks of its own for positions [start, stop). False: it had to give way and waits again."""
+        table, size = request.table, self.allocator.block_size
+        assert table is not None
+        if not self._room_for(request, max(0, blocks_for(stop, size) - len(table.blocks))):
+            return False
+        self.allocator.grow(table, max(stop, table.capacity))
+        for index in range(start // size, blocks_for(stop, size)):
+            while self.allocator.ref_count(table.blocks[index]) > 1:  # a branch shares it: copy, or outlive the others
+                if self.allocator.free_blocks:
+                    copied = self.allocator.writable(table, index * size)
+                    assert copied is not None
+                    self.executor.copy_block(*copied)
+                    self.counts.copied_blocks += 1
+                elif not self._room_for(request, 1):
+                    return False
+        return True
+
+    def _room_for(self, request: Request, blocks: int) -> bool:
+        """Free blocks for a running request, by preempting younger ones if need be, or itself."""
+        while not self._make_room(blocks):
+            youngest = max(self.running, key=lambda other: other.arrival)
+            self.counts.preemptions += 1
+            youngest.preemptions += 1
+            self.stop(youngest)
+            self.enqueue(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _make_room(self, blocks: int) -> bool:
+        """Free blocks from those that nobody runs on; loads whose driver has stopped are ended for theirs."""
+        while not self.cache.make_room(blocks):
+            abandoned = next((load for load in self._loads if load.driver is None), None)
+            if abandoned is None:
+                return False
+            self._land(abandoned, self.executor.finish(abandoned.handle))
+        return True
+
+    def _busy(self) -> Iterator[BlockTable]:
+        """Tables that nobody may take blocks from."""
+        yield from (request.table for request in self.running if request.table is not None)
+        yield from (load.table for load in self._loads)
+
+    def check_integrity(self) -> None:
+        """Assert that every reference to a block has an owner, and that states and places agree."""
+        self.cache.check_integrity(self._busy())
+        for load in self._loads:
+            assert load.driver is None or self._driving[load.driver] is load, "a load's driver drives another"
+            assert all(waiter.state == "loading" for waiter in load.waiters), "a waiter of a load does not wait"
+        assert len(self._driving) == sum(load.driver is not None for load in self._loads), "a driver without a load"
+        assert not self.running.keys() & self.cache.idle.keys(), "a request runs and is idle"
+        for request in self.running:
+            assert request.computed < len(request.tokens), f"request {request.id} has computed what it does not have"
+        for states, group in (("waiting", self.waiting), ("running, loading", self.running)):
+            assert all(request.state in states for request in group), f"a request that is {states} says otherwise"

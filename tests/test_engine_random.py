@@ -1,0 +1,375 @@
+"""Whatever is asked of the engine, in any order, on any backend: every token is that of a run without cache."""
+
+import random
+import tempfile
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tiny_engine import BACKENDS, VOCAB, check_tokens, one_thread, text, tiny_machine, tiny_model  # noqa: F401
+
+from kvlab import policies
+from kvlab.blocks import blocks_for
+from kvlab.engine import Engine
+from kvlab.request import Sampling
+from kvlab.tiers import DiskTier, HostTier, TierError
+
+SHARED = [text(60, seed) for seed in (1, 2)]  # what prompts begin with, so that they meet
+
+
+class AnyReplay(Mapping):
+    """Replays of every request: which way was faster is as good as random."""
+
+    def __getitem__(self, key):
+        return {"reload": random.Random(hash(key)).random(), "recompute": 0.5}
+
+    def __contains__(self, key):
+        return True
+
+    def __iter__(self):
+        return iter(())
+
+    def __len__(self):
+        return 0
+
+
+POLICIES = {
+    "reload": policies.Reload(),
+    "recompute": policies.Recompute(),
+    "threshold": policies.Threshold(20),
+    "calibrated": policies.Calibrated(tiny_machine()),
+    "fast link": policies.Calibrated(tiny_machine(gb_per_s=10.0), allow_split=False),
+    "oracle": policies.Oracle(AnyReplay()),
+}
+TALLY: dict[str, int] = {}
+SEEDS = 100  # schedules by seed, besides those of hypothesis
+
+
+def tally(name, count=1):
+    TALLY[name] = TALLY.get(name, 0) + count
+
+
+class EngineSchedules(RuleBasedStateMachine):
+    """One engine, any schedule."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 3, 8, 16, 32]),
+        pool_tokens=st.sampled_from([48, 72, 128, 256]),
+        kv_heads=st.sampled_from([2, 4]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        backend=st.sampled_from(sorted(BACKENDS)),
+        tiers=st.sampled_from(["", "host", "disk", "host disk"]),
+        host_tokens=st.sampled_from([33, 100, 1000]),
+        budget=st.sampled_from([1, 7, 64]),
+        max_running=st.sampled_from([1, 3, 16]),
+        watermarks=st.sampled_from([(0.0, 0.0), (0.1, 0.3)]),
+        groups=st.sampled_from([1, 2]),
+        cost_aware=st.booleans(),
+    )
+    def build(
+        self,
+        block_size,
+        pool_tokens,
+        kv_heads,
+        policy,
+        backend,
+        tiers,
+        host_tokens,
+        budget,
+        max_running,
+        watermarks,
+        groups,
+        cost_aware,
+    ):
+        self.model = tiny_model(kv_heads)
+        self.folder = tempfile.TemporaryDirectory()
+        token_bytes = self.model.layout(block_size).block_bytes // block_size
+        self.tiers = []
+        if "host" in tiers:
+            self.tiers.append(HostTier(max(host_tokens, block_size) * token_bytes))
+        if "disk" in tiers:
+            self.tiers.append(DiskTier(self.folder.name, 1 << 20))
+        eviction = policies.LRU()
+        if cost_aware:
+            eviction = policies.CostAware(tiny_machine(), self.model.arch, "fp64", block_size)
+        self.streams = BACKENDS[backend]()
+        self.engine = Engine(
+            self.model,
+            blocks_for(pool_tokens, block_size),
+            block_size,
+            self.tiers,
+            POLICIES[policy],
+            eviction=eviction,
+            token_budget=budget,
+            max_running=max_running,
+            watermarks=watermarks,
+            groups=groups,
+            streams=self.streams,
+            poison=True,
+        )
+        self.requests, self.generated = [], {}
+        tally("schedules")
+        tally(f"backend {backend}")
+        tally(f"policy {policy}")
+
+    def new_token(self, request, token):
+        assert request.tokens[-1] == token
+        # Requests are known here before `submit` has returned them.
+        self.generated.setdefault(request, set()).add(len(request.tokens) - 1)
+
+    def pick(self, index, *states):
+        found = [request for request in self.requests if request.state in states]
+        return found[index % len(found)] if found else None
+
+    def fits(self, tokens, new):
+        size = self.engine.scheduler.allocator.block_size
+        return blocks_for(tokens + new - 1, size) <= self.engine.scheduler.allocator.num_blocks
+
+    @rule(
+        shared=st.integers(0, 1),
+        prefix=st.integers(0, 60),
+        own=st.lists(st.integers(0, VOCAB - 1), max_size=9),
+        new=st.integers(1, 12),
+        salt=st.sampled_from(["", "", "", "tenant"]),
+        seed=st.sampled_from([None, None, 7]),
+    )
+    def submit(self, shared, prefix, own, new, salt, seed):
+        tokens = SHARED[shared][:prefix] + own or [5]
+        sampling = Sampling() if seed is None else Sampling(1.0, seed)
+        call = {"sampling": sampling, "salt": salt, "on_token": self.new_token}
+        if self.fits(len(tokens), new):
+            self.requests.append(self.engine.submit(tokens, new, **call))
+        else:
+            with pytest.raises(ValueError, match="can never run here"):
+                self.engine.submit(tokens, new, **call)
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps):
+        for _ in range(steps if self.engine.scheduler.busy else 0):
+            self.engine.step()
+            self.engine.check_integrity()
+            tally("steps")
+
+    @rule(index=st.integers(0, 20))
+    def pause(self, index):
+        if request := self.pick(index, "waiting", "loading", "running", "finished"):
+            self.engine.pause(request)
+
+    @rule(index=st.integers(0, 20), more=st.lists(st.integers(0, VOCAB - 1), max_size=20), new=st.integers(1, 8))
+    def resume(self, index, more, new):
+        request = self.pick(index, "paused", "finished")
+        if request is not None and self.fits(len(request.tokens) + len(more), new):
+            self.engine.resume(request, more, new)
+            tally("resumes")
+
+    @rule(index=st.integers(0, 20))
+    def branch(self, index):
+        if request := self.pick(index, "waiting", "loading", "running", "paused", "finished"):
+            child = self.engine.branch(request)
+            self.requests.append(child)
+            self.generated[child] = set(self.generated.get(request, ()))
+            if self.fits(len(child.tokens), 5):
+                self.engine.resume(child, (), 5)
+
+    @rule(index=st.integers(0, 20))
+    def cancel(self, index):
+        if request := self.pick(index, "waiting", "loading", "running", "paused", "finished"):
+            self.engine.cancel(request)
+
+    @precondition(lambda self: self.tiers)
+    @rule(index=st.integers(0, 20))
+    def offload(self, index):
+        if request := self.pick(index, "paused", "finished"):
+            self.engine.offload(request)
+
+    @precondition(lambda self: self.tiers and self.requests)
+    @rule(
+        index=st.integers(0, 20),
+        more=st.lists(st.integers(0, VOCAB - 1), max_size=9),
+        steps=st.integers(0, 9),
+        twins=st.integers(0, 2),
+        spoil=st.sampled_from([None, "rot", "cut", "lose"]),
+        place=st.floats(0, 0.999),
+    )
+    def go_away_and_come_back(self, index, more, steps, twins, spoil, place):
+        """A request leaves the pool altogether and returns, perhaps with others that want the same blocks."""
+        self.step(6)
+        if request := self.pick(index, "waiting", "loading", "running", "finished"):
+            self.engine.pause(request)
+        request = self.pick(index, "paused")
+        if request is None or not self.fits(len(request.tokens) + len(more), 4):
+            return
+        self.engine.offload(request)
+        self.engine.evict(1000)
+        if spoil:
+            self.engine.executor.drain()
+            for tier in range(len(self.tiers)):
+                self.fault(tier, spoil, place)
+        for _ in range(twins):
+            if request.sampling.temperature == 0:
+                self.submit(0, 0, [*request.tokens, *more], 3, request.salt, None)
+        self.engine.resume(request, more, 4)
+        tally("resumes")
+        self.step(steps)
+
+    @rule()
+    def drain(self):
+        """Every transfer that has begun ends now: what it writes to, it had better own."""
+        self.engine.executor.drain()
+
+    @rule(blocks=st.integers(1, 40))
+    def evict(self, blocks):
+        self.engine.evict(blocks)
+
+    @precondition(lambda self: self.tiers and any(tier.used_bytes for tier in self.tiers))
+    @rule(tier=st.integers(0, 1), kind=st.sampled_from(["rot", "cut", "lose", "refuse"]), place=st.floats(0, 0.999))
+    def fault(self, tier, kind, place):
+        tier = self.tiers[tier % len(self.tiers)]
+        files = sorted(tier.folder.glob("*.kv*")) if isinstance(tier, DiskTier) else []
+        file = files[int(place * len(files))] if files else None
+        if kind == "refuse":
+            self.refuse_next(tier)
+        elif isinstance(tier, HostTier):
+            for slab in tier._slabs:
+                slab.memory[int(place * slab.memory.numel())] ^= 16
+        elif file and kind == "lose":
+            file.unlink()
+        elif file and kind == "cut":
+            with file.open("r+b") as handle:
+                handle.truncate(int(place * file.stat().st_size))
+        elif file and file.stat().st_size:
+            raw = bytearray(file.read_bytes())
+            raw[int(place * len(raw))] ^= 16
+            file.write_bytes(raw)
+        tally("faults")
+
+    @staticmethod
+    def refuse_next(tier):
+        """The next store finds the tier full or gone."""
+        reserve = tier.reserve
+
+        def refuse(*args, **kwargs):
+            tier.reserve = reserve
+            raise TierError(28, "no space left on device")
+
+        tier.reserve = refuse
+
+    @invariant()
+    def integrity(self):
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run()
+        self.engine.check_integrity()
+        for request in self.requests:
+            assert request.state in ("finished", "paused", "cancelled")
+            tally("ties", check_tokens(self.model, request, self.generated.get(request, ())))
+            tally("tokens", len(self.generated.get(request, ())))
+        metrics = self.engine.metrics()
+        for name in ("preemptions", "loads", "failed_loads", "joined_loads", "copied_blocks", "demoted_blocks"):
+            tally(name, metrics[name])
+        for choice, count in metrics["decisions"].items():
+            tally(f"chose {choice}", count)
+        for request in self.requests:
+            if request.state != "cancelled":
+                self.engine.cancel(request)
+        self.engine.evict(10**6)
+        self.engine.close()
+        assert self.engine.scheduler.allocator.free_blocks == self.engine.scheduler.allocator.num_blocks
+        assert not self.engine.executor.transfer._open_transfers
+        for tier in self.tiers:
+            tier.clear()
+            assert tier.used_bytes == 0  # nothing is still being read, or written
+        self.streams.close()
+        self.folder.cleanup()
+
+
+def drive(seed):
+    """One schedule from a seed: longer than hypothesis' own, and with all rules in it."""
+    choose = random.Random(seed)
+    machine = EngineSchedules()
+    machine.build(
+        block_size=choose.choice([1, 2, 3, 4, 8, 16, 32]),
+        pool_tokens=choose.choice([48, 72, 128, 256]),
+        kv_heads=choose.choice([2, 4]),
+        policy=choose.choice([*POLICIES, "reload", "calibrated"]),
+        backend=choose.choice(sorted(BACKENDS)),
+        tiers=choose.choice(["", "host", "disk", "host disk", "host disk"]),
+        host_tokens=choose.choice([33, 100, 1000]),
+        budget=choose.choice([1, 7, 64]),
+        max_running=choose.choice([1, 3, 16]),
+        watermarks=choose.choice([(0.0, 0.0), (0.1, 0.3)]),
+        groups=choose.choice([1, 2]),
+        cost_aware=choose.random() < 0.3,
+    )
+
+    def ids(most):
+        return [choose.randrange(VOCAB) for _ in range(choose.randint(0, most))]
+
+    for _ in range(40):
+        index, place = choose.randrange(20), choose.random()
+        action = choose.choices(
+            ["submit", "step", "pause", "resume", "branch", "cancel", "offload", "evict", "fault", "away", "drain"],
+            [6, 10, 4, 5, 3, 1, 2, 1, 2, 4, 2],
+        )[0]
+        if action == "submit":
+            salt = choose.choice(["", "", "", "tenant"])
+            prefix, seed = choose.choice([0, 20, 40, 60]), choose.choice([None, None, 7])
+            machine.submit(choose.randrange(2), prefix, ids(9), choose.randint(1, 12), salt, seed)
+        elif action == "step":
+            machine.step(choose.randint(1, 8))
+        elif action == "resume":
+            machine.resume(index, ids(20), choose.randint(1, 8))
+        elif action == "evict":
+            machine.evict(choose.randint(1, 40))
+        elif action == "drain":
+            machine.drain()
+        elif action in ("pause", "branch", "cancel"):
+            getattr(machine, action)(index)
+        elif machine.tiers and action == "offload":
+            machine.offload(index)
+        elif machine.tiers and action == "fault":
+            machine.fault(index, choose.choice(["rot", "cut", "lose", "refuse"]), place)
+        elif machine.tiers and machine.requests:
+            spoil = choose.choice([None, None, None, "rot", "cut", "lose"])
+            machine.go_away_and_come_back(index, ids(9), choose.randint(0, 9), choose.randint(0, 2), spoil, place)
+        machine.integrity()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 25))
+def test_seeded_schedules_give_the_tokens_of_a_run_without_cache(first):
+    for seed in range(first, first + 25):
+        try:
+            drive(seed)
+        except BaseException as error:
+            error.add_note(f"schedule of seed {seed}")
+            raise
+
+
+def test_the_schedules_were_of_every_kind():
+    """Runs after those above: what they are for did happen, or they prove less than they say."""
+    if TALLY.get("schedules", 0) < SEEDS:
+        pytest.skip("only some of the schedules ran")
+    for backend in BACKENDS:
+        assert TALLY[f"backend {backend}"] > SEEDS / 10
+    for what in (
+        "preemptions", "loads", "failed_loads", "joined_loads", "copied_blocks", "demoted_blocks",
+        "chose reload", "chose recompute", "chose split",
+    ):  # fmt: skip
+        assert TALLY[what] > 5, f"{what} hardly ever happened: {TALLY}"
+
+
+EngineSchedules.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+TestAnyScheduleGivesTheTokensOfARunWithoutCache = EngineSchedules.TestCase
