@@ -6,7 +6,7 @@ Knows numbers only. Does not know torch, weights, or how a cache is laid out in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class ModelArch:
     hidden: int
     vocab: int
     max_positions: int
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...] = field(repr=False)  # long, and alike
     tied_embeddings: bool
     decoder: Decoder | None = None
     kv_dtype: str | None = None
