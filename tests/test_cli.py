@@ -233,3 +233,26 @@ def test_an_unknown_bench_group_lists_the_known_ones():
     result = kvlab("bench", "teleport")
     assert result.returncode == 2
     assert "prefill" in result.stderr
+
+
+def test_the_default_link_lies_above_the_speed_that_ties_at_the_longest_prefix():
+    """So that long prefixes reload whatever the noise at one block says, and the flip lies within the sweep."""
+    from kvlab.arch import ModelArch
+    from kvlab.cli.crossover import _mid_range_link
+    from kvlab.machine import Curve, Link, Prefill
+    from kvlab.verdict import decide
+
+    arch = ModelArch.preset("smollm2-135m")
+
+    def machine(short_pass_s):
+        # 16 and 32 tokens take the same time but for `short_pass_s`: the noise that makes one block's tie speed
+        linear = Curve(((16.0, 1e11), (32.0, 3e9 / short_pass_s), (1024.0, 1.2e11)))
+        host = Link(Curve(((1.0, 20.0),)))
+        return Machine("m", Prefill(0.03, linear, Curve(((1.0, 8e10),)), arch.name), {"host": {"load": host}})
+
+    model = type("Model", (), {"arch": arch, "dtype": "fp32"})
+    for m in (machine(0.02), machine(0.2)):
+        gb_per_s, latency_s = _mid_range_link(model, m, [16, 64, 256, 1024], 16, 16)
+        tie = decide(arch, m, prefix=1024, suffix=16, kv_dtype="fp32").break_even_gb_per_s
+        assert latency_s == 0.0
+        assert gb_per_s >= 1.09 * tie
