@@ -13,7 +13,9 @@ from typing import ParamSpec, TypeVar
 
 from rich.console import Console
 
-__all__ = ["BAD_INPUT", "command", "out", "progress"]
+from kvlab.units import parse_count
+
+__all__ = ["BAD_INPUT", "command", "out", "positive_count", "progress"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +51,17 @@ def command(function: Callable[P, T]) -> Callable[P, T]:
             sys.exit(WRONG_RESULT if isinstance(error, AssertionError) else BAD_INPUT)
 
     return run
+
+
+def positive_count(option: str, text: str) -> int:
+    """The whole number of at least 1 that an option was given as "512", "8k" or "8Ki". Raises ValueError naming it."""
+    try:
+        number = parse_count(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    if number < 1:
+        raise ValueError(f"{option} is {text}; expected a positive integer")
+    return number
 
 
 def progress(quiet: bool = False) -> Callable[[str], None]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvlab.cli import report
-from kvlab.cli.console import err, out, progress
-from kvlab.units import format_gb_per_s, format_s, parse_bandwidth_gb_per_s, parse_count, parse_s
+from kvlab.cli.console import err, out, positive_count, progress
+from kvlab.units import format_gb_per_s, format_s, parse_bandwidth_gb_per_s, parse_s
 
 if TYPE_CHECKING:
     from kvlab.experiments.calibrate import TierFactory
@@ -72,7 +72,7 @@ def crossover(
     from kvlab.machine import Machine
     from kvlab.records import write_json
 
-    suffix_tokens, size = _positive("--suffix", suffix), _positive("--block-size", block_size)
+    suffix_tokens, size = positive_count("--suffix", suffix), positive_count("--block-size", block_size)
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; expected at least 1")
     budget_s = parse_s(budget)
@@ -171,7 +171,7 @@ def calibrate(
     from kvlab.experiments.calibrate import calibrate as run_calibration
     from kvlab.records import write_json
 
-    size = _positive("--block-size", block_size)
+    size = positive_count("--block-size", block_size)
     names = [name for name in _tier_names(tier, None) if name in TIERS]
     say = progress(quiet=as_json)
     loaded = _load_model(model, device, dtype, seed, say)
@@ -190,18 +190,8 @@ def calibrate(
 # Options into things ------------------------------------------------------------------------------------------------
 
 
-def _positive(option: str, value: str) -> int:
-    try:
-        number = parse_count(value)
-    except ValueError as error:
-        raise ValueError(f"{option} {error}") from error
-    if number < 1:
-        raise ValueError(f"{option} is {value}; expected a positive integer")
-    return number
-
-
 def _parse_lengths(value: str) -> list[int]:
-    lengths = [_positive("--lengths:", item) for item in value.split(",")]
+    lengths = [positive_count("--lengths", item) for item in value.split(",")]
     if any(a >= b for a, b in pairwise(lengths)):
         raise ValueError(f"--lengths {value} must increase")
     return lengths

@@ -13,9 +13,10 @@ import typer
 
 from kvlab.arch import ModelArch, preset_names
 from kvlab.cli import plan_report
+from kvlab.cli.console import positive_count
 from kvlab.hub import hub_folder
 from kvlab.machine import Curve, Link, Machine, Prefill
-from kvlab.units import format_gb_per_s, parse_bandwidth_gb_per_s, parse_count, parse_flops_per_s, parse_s
+from kvlab.units import format_gb_per_s, parse_bandwidth_gb_per_s, parse_flops_per_s, parse_s
 
 if TYPE_CHECKING:
     from kvlab.plan import Plan
@@ -58,7 +59,7 @@ def plan(
 
     arch = find_arch(model)
     where = _find_machine(machine, peak, mfu, link or [])
-    suffix_tokens = _count("--suffix", suffix)
+    suffix_tokens = positive_count("--suffix", suffix)
     made = make_plan(
         arch,
         where,
@@ -66,7 +67,7 @@ def plan(
         suffix=suffix_tokens,
         tp=tp,
         kv_dtype=kv_dtype,
-        block_size=_count("--block-size", block_size),
+        block_size=positive_count("--block-size", block_size),
         load=load,
         percentile=percentile,
         ttft_slo_s=None if ttft_slo is None else parse_s(ttft_slo),
@@ -132,17 +133,7 @@ def _prefixes(text: str | None, arch: ModelArch, suffix: int) -> list[int]:
     if text is None:
         fitting = [tokens for tokens in DEFAULT_PREFIXES if tokens + suffix <= arch.max_positions]
         return fitting or [max(1, arch.max_positions - suffix)]
-    return [_count("--prefix", item) for item in text.split(",")]
-
-
-def _count(option: str, text: str) -> int:
-    try:
-        number = parse_count(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from error
-    if number < 1:
-        raise ValueError(f"{option} is {text}; expected a positive integer")
-    return number
+    return [positive_count("--prefix", item) for item in text.split(",")]
 
 
 def _draw(made: Plan, path: Path) -> None:
