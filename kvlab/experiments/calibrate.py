@@ -33,6 +33,7 @@ _CACHED_ROWS = (16, 128, 512)
 _CACHED_TOKENS = 1024
 _WHOLE_TOKENS = 1024
 _LADDER_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
+_LINK_BUDGET_S = 10.0  # for one ladder of transfers; what bounds it is a tier that compresses
 _DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 
 
@@ -171,10 +172,11 @@ def measure_link(
     tokens, most = tokens[:reach], reach // block_size
     ladder = [blocks for blocks in _LADDER_BLOCKS if blocks < most] + [most]
     base = _time_transfers(model, tokens, make_tier, block_size, 1, ladder, repeats)
+    most = max(base)
     quarter = block_size // 4
     small = {}
     if block_size % 4 == 0 and model.layout(block_size).row_bytes % 64 == 0:  # a quarter row is still whole copies
-        small = _time_transfers(model, tokens, make_tier, quarter, 1, [reach // quarter], repeats)
+        small = _time_transfers(model, tokens, make_tier, quarter, 1, [4 * most], repeats)
     groups = min(8, len(model.arch.layers))
     grouped = _time_transfers(model, tokens, make_tier, block_size, groups, [most], repeats) if groups > 1 else {}
     spread = {direction: _spread([samples[direction] for samples in base.values()]) for direction in _DIRECTIONS}
@@ -183,8 +185,7 @@ def measure_link(
         times = {blocks: median(samples[direction]) for blocks, samples in base.items()}
         per_block_s = per_copy_s = 0.0
         if small:
-            small_s = median(small[reach // quarter][direction])
-            per_block_s = max(0.0, (small_s - times[most]) / (reach // quarter - most))
+            per_block_s = max(0.0, (median(small[4 * most][direction]) - times[most]) / (3 * most))
         if grouped:
             per_copy_s = max(0.0, (median(grouped[most][direction]) - times[most]) / (groups - 1))
         link = fit_link(times, model.layout(block_size).block_bytes, per_block_s, per_copy_s)
@@ -219,7 +220,7 @@ def _time_transfers(
     repeats: int,
 ) -> dict[int, dict[str, list[float]]]:
     """Seconds to load and to store each number of blocks in `ladder`, interleaved; a load finds its pages dropped."""
-    seconds: dict[int, dict[str, list[float]]] = {n: {"load": [], "store": []} for n in ladder}
+    seconds: dict[int, dict[str, list[float]]] = {}
     with Rig(model, block_size=block_size, max_tokens=len(tokens), tables=2, groups=groups) as rig:
         tier = rig.open(make_tier())
         home = rig.table(len(tokens))
@@ -227,8 +228,9 @@ def _time_transfers(
         if isinstance(tier, DiskTier) and tier.codec:  # only compression cares what the bytes are
             rig.prefill(tokens, home)
         hashes = block_hashes(rig.fingerprint, tokens, block_size)
+        begun = time.perf_counter()
         for repeat in range(repeats + 1):  # the first round warms allocators and is dropped
-            for n in ladder:
+            for n in list(seconds) if repeat else ladder:
                 tier.clear()
                 begin = time.perf_counter()
                 rig.transfer.offload(tier, home.blocks[:n], hashes[:n], source_held=True).wait()
@@ -245,6 +247,11 @@ def _time_transfers(
                 if repeat:
                     seconds[n]["load"].append(loaded_s)
                     seconds[n]["store"].append(stored_s)
+                    continue
+                seconds[n] = {"load": [], "store": []}
+                # The next step costs about as much as all before it: a slow tier gets a shorter ladder.
+                if len(seconds) > 1 and 2 * (repeats + 1) * (time.perf_counter() - begun) > _LINK_BUDGET_S:
+                    break
         rig.release(home)
         tier.clear()
     return seconds
