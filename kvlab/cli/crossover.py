@@ -106,8 +106,11 @@ def crossover(
             budget_s=0.8 * budget_s,  # room for noise, so that all rounds fit
             rounds=repeats,
         )
-        if "auto-link" in wanted:
-            links.append(_mid_range_link(loaded, calibrated, chosen, suffix_tokens, size))
+        auto_link = _mid_range_link(loaded, calibrated, chosen, suffix_tokens, size) if "auto-link" in wanted else None
+        if auto_link is not None:
+            links.append(auto_link)
+        elif "auto-link" in wanted and not as_json:
+            out.print("no emulated link: recomputing is predicted to win whatever the link", soft_wrap=True)
         for gb_per_s, latency_s in links:
             name = f"emulated {format_gb_per_s(gb_per_s)}" + (f", {format_s(latency_s)} latency" if latency_s else "")
             makers[name] = _emulated(gb_per_s, latency_s)
@@ -312,10 +315,11 @@ def _emulated_link(host: Link, gb_per_s: float, latency_s: float) -> Link:
 
 def _mid_range_link(
     model: Model, machine: Machine, lengths: Sequence[int], suffix: int, block_size: int
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """A link whose speed lies midway between those that tie at the shortest and at the longest prefix.
 
     At least a tenth above the latter, which is the surer of the two: one block is recomputed in the time of noise.
+    None where no link ties: a model so small that a reload's software alone costs more than its prefill.
     """
     from kvlab.verdict import decide
 
@@ -327,7 +331,7 @@ def _mid_range_link(
     ]
     finite = [tie for tie in ties if math.isfinite(tie)]
     if not finite:
-        raise ValueError("recomputing is predicted to win whatever the link; give a --link to measure one")
+        return None
     gb_per_s = max(math.prod(finite) ** (1 / len(finite)), 1.1 * finite[-1])
     return float(f"{gb_per_s:.3g}"), 0.0
 
