@@ -1,0 +1,7 @@
+"""The pictures of the lab, in one visual language, as pure functions from records and numbers to figures."""
+
+from kvlab.lab.draw.crossover import crossover_figure
+from kvlab.lab.draw.plan import plan_figure
+from kvlab.lab.draw.style import FLIP, RECOMPUTE, RELOAD, save
+
+__all__ = ["FLIP", "RECOMPUTE", "RELOAD", "crossover_figure", "plan_figure", "save"]

@@ -1,0 +1,75 @@
+"""Measured and predicted crossovers: the picture of a `kvlab.crossover/1` record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvlab.lab.draw.style import FLIP, PREDICTED, RECOMPUTE, RELOAD, plain_axes, stamp, token_axis
+
+__all__ = ["crossover_figure"]
+
+
+def crossover_figure(record: Mapping[str, Any]) -> Figure:
+    """Prefix length against time to first token, one panel per tier of a `kvlab.crossover/1` record."""
+    tiers = record["tiers"]
+    columns = len(tiers) if len(tiers) <= 3 else 2
+    rows = -(-len(tiers) // columns)
+    figure = Figure(figsize=(4.8 * columns + 1, 4.4 * rows + 0.6), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
+    for axis, tier in zip(axes, tiers, strict=False):
+        _tier_panel(axis, tier)
+    for axis in axes[len(tiers) :]:
+        axis.remove()
+    model, facts = record["model"], record["provenance"]["facts"]
+    figure.suptitle("From which prefix length is reloading the KV cache faster than computing it again?", fontsize=12)
+    stamp(
+        figure,
+        f"{record['provenance']['kind']} on {facts.get('gpu') or facts['cpu']} ({facts['torch_threads']} threads),"
+        f" {model['name']} {model['dtype']}, {record['rounds']} rounds, {record['provenance']['when'][:10]}",
+    )
+    return figure
+
+
+def _tier_panel(axis: Axes, tier: Mapping[str, Any]) -> None:
+    tokens = tier["tokens"]
+    for name, colour, marker in (("recompute", RECOMPUTE, "s"), ("reload", RELOAD, "o")):
+        samples = tier[f"{name}_s"]
+        axis.plot(tokens, samples, color=colour, marker=marker, markersize=5, linewidth=2, label=f"{name}, measured")
+        axis.plot(
+            tokens, tier[f"predicted_{name}_s"], color=colour, linestyle=PREDICTED, linewidth=1.4, label="predicted"
+        )
+    token_axis(axis, tokens)
+    axis.set_yscale("log")
+    axis.set_ylabel("time to first token, suffix included (s)")
+    plain_axes(axis)
+    axis.tick_params(labelbottom=True, labelleft=True)
+    axis.set_title(f"{tier['name']}: {_flip_words(tier)}", fontsize=10)
+    _mark_flip(axis, tier)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def _mark_flip(axis: Axes, tier: Mapping[str, Any]) -> None:
+    first, last = tier["tokens"][0], tier["tokens"][-1]
+    interval = tier["crossover_interval"]
+    if interval is not None and interval[0] is not None:
+        # An end of "always" or "never" lies outside the picture: shade up to its edge.
+        low, high = max(interval[0], first), min(interval[1] or last, last)
+        if high > low:
+            axis.axvspan(low, high, color=FLIP, alpha=0.10, linewidth=0, label="95 % interval")
+    if tier["crossover_tokens"]:
+        axis.axvline(tier["crossover_tokens"], color=FLIP, linewidth=1.2, label="flip, measured")
+    predicted = tier["predicted_crossover_tokens"]
+    if predicted and first <= predicted <= last:
+        axis.axvline(predicted, color=FLIP, linewidth=1.2, linestyle=PREDICTED, label="flip, predicted")
+
+
+def _flip_words(tier: Mapping[str, Any]) -> str:
+    if tier["crossover_tokens"] is None:
+        return "recompute wins at the longest prefix"
+    if tier["crossover_tokens"] == 0:
+        return "reload wins at every measured length"
+    return f"reload wins from {tier['crossover_tokens']:,} tokens up"

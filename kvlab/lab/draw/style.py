@@ -1,0 +1,84 @@
+"""The one visual language of the lab: colours, lines, axes, and where a number comes from.
+
+Reload is blue, recompute is orange; measured is solid with markers, predicted is dashed; the flip is a dark vertical
+line with its interval shaded. Published numbers are thin dash-dotted lines without markers: nothing in them was
+measured here. The two colours differ in lightness too, so print and colour-blind readers can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+__all__ = [
+    "CACHED",
+    "FLIP",
+    "PREDICTED",
+    "PUBLISHED",
+    "RECOMPUTE",
+    "RELOAD",
+    "WRONG",
+    "new_figure",
+    "plain_axes",
+    "png",
+    "save",
+    "stamp",
+    "token_axis",
+]
+
+# Okabe and Ito, "Color Universal Design" (2008): these stay apart under every common colour blindness.
+RELOAD = "#0072B2"  # blue
+RECOMPUTE = "#E69F00"  # orange
+WRONG = "#D55E00"  # vermilion: corrupt bytes, a broken promise
+CACHED = "#009E73"  # green: what is in the pool and may be used
+FLIP = "#222222"
+QUIET = "#555555"
+PREDICTED = (0, (4, 3))
+PUBLISHED = (0, (6, 2, 1, 2))
+_DPI = 110
+
+
+def new_figure(title: str, width: float = 7.2, height: float = 4.4) -> tuple[Figure, Axes]:
+    """A figure of one panel (inches) whose title is the question that it answers."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    axis = figure.subplots()
+    plain_axes(axis)
+    return figure, axis
+
+
+def plain_axes(axis: Axes) -> None:
+    """A faint grid, no box."""
+    axis.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def token_axis(axis: Axes, tokens: Sequence[int], label: str = "prefix (tokens)") -> None:
+    """A base-2 logarithmic x axis with a tick at each of `tokens`."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(tokens), [f"{count:,}" for count in tokens], minor=False)
+    axis.set_xlabel(label)
+
+
+def stamp(figure: Figure, source: str) -> None:
+    """Say in the picture where its numbers come from: "live on …", "recorded on …", "published: …", "emulated"."""
+    figure.supxlabel(source, fontsize=8, color=QUIET)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write the figure as PNG (150 dots per inch) and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as PNG bytes, always as many pixels as its size in inches says."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI)
+    return buffer.getvalue()
