@@ -1,12 +1,14 @@
-"""Streams that do their worst: two backends for tests that find a missing wait every time, on any machine.
+"""Streams that do their worst: backends for tests that find a missing wait every time, on any machine.
 
 A race shows on real hardware once in a thousand runs. `LateStreams` and `EarlyStreams` delay or hasten each job as far
-as the given waits allow, so that bytes are right only where every wait is there. CPU only; not for timing.
+as the given waits allow, so that bytes are right only where every wait is there; under `OverdueStreams` whoever stops
+waiting after a time is told so at once. CPU only; not for timing.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from kvlab.streams import CopyOp, Event, Streams, copy_rows
 
-__all__ = ["EarlyStreams", "LateStreams"]
+__all__ = ["EarlyStreams", "LateStreams", "OverdueStreams"]
 
 
 class _Job(Event):
@@ -26,11 +28,15 @@ class _Job(Event):
 
 
 class _Adversary(Streams):
-    """Two lanes of jobs that have been submitted and not yet run; compute runs at once, as it does on a CPU."""
+    """Lanes of jobs that have been submitted and not yet run; compute runs at once, as it does on a CPU."""
 
     def __init__(self) -> None:
         self._copies: list[_Job] = []
-        self._ios: list[_Job] = []
+        self._ios: defaultdict[str, list[_Job]] = defaultdict(list)
+
+    @property
+    def _lanes(self) -> list[list[_Job]]:
+        return [self._copies, *self._ios.values()]
 
     def _push(self, lane: list[_Job], job: _Job) -> Event:
         lane.append(job)
@@ -39,7 +45,7 @@ class _Adversary(Streams):
 
     def _finish(self, event: Event) -> None:
         """Run what `event` needs and no more: the jobs before it in its lane, and what each of them comes after."""
-        for lane in (self._copies, self._ios):
+        for lane in self._lanes:
             while event in lane:
                 job = lane[0]
                 for other in job.after:
@@ -51,7 +57,7 @@ class _Adversary(Streams):
 
     def _spoil(self) -> None:
         """Overwrite what a job will fill as soon as it could begin: it heads its lane and its waits are over."""
-        for lane in (self._copies, self._ios):
+        for lane in self._lanes:
             if lane and lane[0].fills is not None and all(event.done() for event in lane[0].after):
                 lane[0].fills.fill_(0xFF)  # NaN in every float dtype
                 lane[0].fills = None
@@ -71,9 +77,14 @@ class _Adversary(Streams):
         self._finish(event)
         event.notice()
 
+    def ends_within(self, event: Event, timeout_s: float) -> bool:  # noqa: ARG002
+        """Run what `event` needs: it ends just in time."""
+        self._finish(event)
+        return True
+
     def close(self) -> None:
         """Run everything."""
-        for lane in (self._copies, self._ios):
+        for lane in self._lanes:
             if lane:
                 self._finish(lane[-1])
 
@@ -89,9 +100,26 @@ class LateStreams(_Adversary):
         fills = host if op == "gather" else None
         return self._push(self._copies, _Job(op, lambda: copy_rows(op, rows, index, host), after, fills))
 
-    def io(self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None) -> Event:
+    def io(
+        self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None, lane: str = ""
+    ) -> Event:
         """Queue it."""
-        return self._push(self._ios, _Job("io", job, after, fills))
+        return self._push(self._ios[lane], _Job("io", job, after, fills))
+
+
+class OverdueStreams(LateStreams):
+    """Late, and a wait with a time limit is over before the job is: the job still runs, some time after that.
+
+    `in_place`: files are read into the pool itself, where what comes too late does the most harm.
+    """
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def ends_within(self, event: Event, timeout_s: float) -> bool:  # noqa: ARG002
+        """Run nothing."""
+        return event.done()
 
 
 class EarlyStreams(_Adversary):
@@ -156,7 +184,13 @@ class EarlyStreams(_Adversary):
         event.run(land, after)
         return event
 
-    def io(self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None) -> Event:  # noqa: ARG002
+    def io(
+        self,
+        job: Callable[[], object],
+        after: Sequence[Event],
+        fills: Tensor | None = None,  # noqa: ARG002
+        lane: str = "",  # noqa: ARG002
+    ) -> Event:
         """Run it at once, after `after`."""
         for other in after:
             self._finish(other)

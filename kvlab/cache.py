@@ -25,7 +25,7 @@ class Cache:
         self.allocator = BlockAllocator(executor.num_blocks, executor.block_size)
         self.index = PrefixIndex(self.allocator)
         self.idle: dict[Request, None] = {}  # who has a table and does not run, least recently stopped first
-        self.evicted_blocks = 0
+        self.evicted_blocks = self.unstored_blocks = 0
 
     def name(self, request: Request, blocks: int) -> None:
         """Hash the request's first full blocks, those that are not hashed yet."""
@@ -97,24 +97,46 @@ class Cache:
         """Give up as many idle blocks, the least valuable first; returns how many there were."""
         now = self.executor.now()
         victims = self.index.victims(blocks, lambda entry: self.eviction.value(entry, now, self.holder))
-        return self._give_up(victims)
+        return self._give_up(victims, self._worth_storing(self._held_nowhere(victims)))
 
     def offload(self, request: Request) -> int:
         """Push what an idle request alone still needs out of the pool, now; returns the blocks that left."""
         self.drop(request)
         victims = self.index.victims(len(request.hashes), lambda entry: -entry.position, among=request.hashes)
-        return self._give_up(victims)
+        return self._give_up(victims, self._held_nowhere(victims))
 
     def holder(self, block_hash: bytes, salt: str) -> str | None:
         """The fastest tier that holds a block."""
         return next((tier for tier in self.executor.tiers if self.executor.holds(tier, block_hash, salt)), None)
 
-    def _give_up(self, victims: list[CachedBlock]) -> int:
-        """Store those that no tier holds, heads first, and free all of them."""
+    def _held_nowhere(self, victims: list[CachedBlock]) -> list[CachedBlock]:
+        """Those that would be lost."""
+        return [entry for entry in victims if self.holder(entry.block_hash, entry.salt) is None]
+
+    def _worth_storing(self, victims: list[CachedBlock]) -> list[CachedBlock]:
+        """Those that the eviction would store in the first tier, judged in runs of neighbours."""
+        size, tier = self.allocator.block_size, next(iter(self.executor.tiers), None)
+        if tier is None:
+            return []
+        runs: dict[bytes | None, list[CachedBlock]] = {}  # by the hash of their last block
+        for entry in sorted(victims, key=lambda entry: entry.position):
+            run = runs.pop(entry.parent, [])
+            run.append(entry)
+            runs[entry.block_hash] = run
+        unworthy = {
+            entry.block_hash
+            for run in runs.values()
+            if not self.eviction.worth_storing(run[0].position, run[-1].position + size, tier)
+            for entry in run
+        }
+        self.unstored_blocks += len(unworthy)
+        return [entry for entry in victims if entry.block_hash not in unworthy]
+
+    def _give_up(self, victims: list[CachedBlock], wanted: list[CachedBlock]) -> int:
+        """Store those of them that are `wanted`, heads first, and free all."""
         by_salt: dict[str, list[CachedBlock]] = {}
-        for entry in reversed(victims):
-            if self.holder(entry.block_hash, entry.salt) is None:
-                by_salt.setdefault(entry.salt, []).append(entry)
+        for entry in reversed(wanted):
+            by_salt.setdefault(entry.salt, []).append(entry)
         for salt, entries in by_salt.items():
             self.executor.store([e.block_hash for e in entries], [e.block for e in entries], salt)
         for entry in victims:

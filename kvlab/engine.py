@@ -29,6 +29,7 @@ _GAUGES = {
     "waiting",
     "free_blocks",
     "cached_blocks",
+    "quarantined_blocks",
     "pool_blocks",
     "tier_used_bytes",
     "tier_capacity_bytes",
@@ -41,6 +42,8 @@ class Engine:
     `tiers` fastest first; `policy` decides about what they hold, `eviction` about which idle blocks leave the pool:
     when a free block is needed, or when fewer than watermarks[0] of all are free, until watermarks[1] are.
     `token_budget`: tokens computed in a step (chunked prefill); `groups`: layer groups of a reload (default: up to 4).
+    `load_timeout_s`: a reload that is not over by then is a miss, and until what it has asked for has come its tier is
+    not used and the blocks that it may still write to stay out of use (inf: no limit).
     `poison` fills freed blocks with NaN, for tests. Raises ValueError for what does not fit or go together.
     Use it as a context manager, or call `close`.
     """
@@ -58,6 +61,7 @@ class Engine:
         max_running: int = 64,
         watermarks: tuple[float, float] = (0.0, 0.0),
         groups: int | None = None,
+        load_timeout_s: float = 60.0,
         streams: Streams | None = None,
         poison: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -65,9 +69,20 @@ class Engine:
         self.model, self.tiers = model, tuple(tiers)
         self._owns_streams = streams is None
         self._streams = streams_for(model.device) if streams is None else streams
+        if not load_timeout_s >= 0:
+            raise ValueError(f"load_timeout_s is {load_timeout_s}; expected seconds, or inf for no limit")
+        self._timeout_s = load_timeout_s
         groups = min(4, model.decoder.layers) if groups is None else groups
         self.executor = TorchExecutor(
-            model, pool_blocks, block_size, tiers, self._streams, groups, poison=poison, clock=clock
+            model,
+            pool_blocks,
+            block_size,
+            tiers,
+            self._streams,
+            groups,
+            poison=poison,
+            clock=clock,
+            timeout_s=load_timeout_s,
         )
         self.scheduler = Scheduler(
             self.executor,
@@ -91,8 +106,9 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Finish what is being stored and stop the streams' worker."""
-        self.executor.drain()
+        """Finish what is being stored, unless a tier hangs, and stop the streams' workers."""
+        self.executor.drain(self._timeout_s)
+        self.scheduler.loads.release_settled()
         if self._owns_streams:
             self._streams.close()
 
@@ -210,7 +226,11 @@ class Engine:
             self.step()
             idle = idle + 1 if self.scheduler.counts.computed_tokens == before else 0
             if idle >= _STUCK_STEPS:
-                raise RuntimeError(f"{_STUCK_STEPS} steps computed nothing, with {len(self.scheduler.waiting)} waiting")
+                hung = self.scheduler.loads.quarantined_blocks
+                raise RuntimeError(
+                    f"{_STUCK_STEPS} steps computed nothing, with {len(self.scheduler.waiting)} waiting"
+                    + (f" and {hung} blocks that a tier which hangs may still write to" if hung else "")
+                )
 
     def evict(self, blocks: int) -> int:
         """Make up to `blocks` idle cached blocks leave the pool now; returns how many did."""
@@ -235,6 +255,8 @@ class Engine:
             "waiting": len(self.scheduler.waiting),
             "free_blocks": allocator.free_blocks,
             "evicted_blocks": self.scheduler.cache.evicted_blocks,
+            "unstored_blocks": self.scheduler.cache.unstored_blocks,
+            "quarantined_blocks": self.scheduler.loads.quarantined_blocks,
             "cached_blocks": len(self.scheduler.index),
             "pool_blocks": allocator.num_blocks,
             "demoted_blocks": executor.demoted_blocks,

@@ -19,8 +19,9 @@ __all__ = ["Chunk", "Executor", "Load", "Outcome"]
 class Load:
     """Blocks [first, first + n) of a chain on their way into the pool. `hashes` is the chain from its beginning.
 
-    `table` owns the target blocks until the load is over, whatever becomes of those who wait. `driver` computes behind
-    it, layer by layer; `waiters` want the same blocks and find them in the index afterwards.
+    `table` owns the target blocks until the load is over, whatever becomes of those who wait; after that, those that a
+    copy which is late may still write to. `driver` computes behind it, layer by layer; `waiters` want the same blocks
+    and find them in the index afterwards.
     """
 
     tier: str
@@ -57,11 +58,14 @@ class Chunk:
 class Outcome:
     """The next token of each request whose last known position was computed; how many blocks of each load are valid.
 
-    Where a load is not valid to its end, the chunk behind it counts for nothing.
+    Where a load is not valid to its end, the chunk behind it counts for nothing. `repeats`: how many decode steps were
+    run at once, by an executor to which all tokens are alike; only in a step without chunks, and within the blocks that
+    the decodes have.
     """
 
     tokens: Mapping[Request, int]
     valid: Mapping[Load, int] = field(default_factory=dict)
+    repeats: int = 1
 
 
 class Executor(Protocol):
@@ -80,7 +84,7 @@ class Executor(Protocol):
         """Hashes of the request's full blocks [first, last); `request.hashes` has those before."""
 
     def holds(self, tier: str, block_hash: bytes, salt: str) -> bool:
-        """Whether a tier holds the block, or will when a store that has begun is over."""
+        """Whether a tier holds the block, or will when a store that has begun is over. No, while the tier hangs."""
 
     def store(self, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> None:
         """Copy blocks to the tiers, as many as they take; on return the blocks may be written again."""
@@ -89,10 +93,16 @@ class Executor(Protocol):
         """Begin to fill `blocks` from a tier; returns a handle."""
 
     def arrived(self, handle: Any) -> bool:
-        """Whether `finish` would hardly wait."""
+        """Go on with a load as far as that takes no waiting; whether `finish` would not wait."""
 
     def finish(self, handle: Any) -> int:
-        """Wait for a load; returns how many leading blocks are valid."""
+        """Wait for a load, but not beyond its time-out; returns how many leading blocks are valid."""
+
+    def timed_out(self, handle: Any) -> bool:
+        """Whether `finish` has stopped waiting. Asked only of a load that has not brought all."""
+
+    def settled(self, handle: Any, wait_s: float = 0.0) -> bool:
+        """Whether nothing is written to its blocks any more; waits for that up to `wait_s`. Asked only then, too."""
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy-on-write."""

@@ -13,6 +13,7 @@ from kvlab.arch import ModelArch
 from kvlab.arithmetic import kv_bytes
 from kvlab.machine import Machine
 from kvlab.prefix import CachedBlock
+from kvlab.storing import storing
 from kvlab.units import format_s
 from kvlab.verdict import Choice, Split, Verdict, decide
 
@@ -51,8 +52,8 @@ class Option:
 class Situation:
     """What is known when a request is admitted. Tokens: [0, `resident`) are in the pool, [0, `prompt`) are wanted.
 
-    `key` is (request id, turn). `active_decodes` wait while this request computes. `groups`: layer groups that load
-    while the ones before them compute.
+    `key` is (request id, turn). `active_decodes` wait while this request computes, and so do `waiting` requests for
+    their turn. `groups`: layer groups that load while the ones before them compute.
     """
 
     key: tuple[int, int]
@@ -64,6 +65,7 @@ class Situation:
     options: tuple[Option, ...]
     active_decodes: int = 0
     groups: int = 1
+    waiting: int = 0
 
     @property
     def longest(self) -> Option:
@@ -155,12 +157,16 @@ class Threshold(Policy):
 class Calibrated(Policy):
     """Predict every way on a measured machine, the link's queue included, and take the cheapest.
 
-    `decode_delay_value`: what a second of delay to *one* active decode is worth, in seconds of this request's time.
+    What a second of delay to *one* other is worth, in seconds of this request's time: `decode_delay_value` to an active
+    decode, `queue_delay_value` to a request that waits for its turn (1: the mean time to first token is what counts).
+    Not `load_aware`: it judges as if nothing else went on, neither on the link nor on the accelerator.
     """
 
     machine: Machine
     decode_delay_value: float = 0.0
     allow_split: bool = True
+    queue_delay_value: float = 0.0
+    load_aware: bool = True
 
     def check(self, tiers: Sequence[str]) -> None:
         """Raises ValueError naming a tier to which the machine has no measured link."""
@@ -188,6 +194,7 @@ class Calibrated(Policy):
         )
 
     def _verdict(self, situation: Situation, option: Option) -> Verdict:
+        others = self.decode_delay_value * situation.active_decodes + self.queue_delay_value * situation.waiting
         return decide(
             situation.arch,
             self.machine,
@@ -196,8 +203,8 @@ class Calibrated(Policy):
             tier=option.tier,
             kv_dtype=situation.kv_dtype,
             block_size=situation.block_size,
-            queued_bytes=option.queued_bytes,
-            decode_delay_value=self.decode_delay_value * situation.active_decodes,
+            queued_bytes=option.queued_bytes if self.load_aware else 0,
+            decode_delay_value=others if self.load_aware else 0.0,
             overlap_groups=situation.groups,
             allow_split=self.allow_split,
             resident=situation.resident,
@@ -213,7 +220,7 @@ def _split_reason(verdict: Verdict, split: Split) -> str:
 
 def _cost_s(verdict: Verdict) -> float:
     if verdict.choice == "split" and verdict.split is not None:
-        return verdict.split.ttft_s
+        return verdict.split.cost_s
     return min(verdict.cost_reload_s, verdict.cost_recompute_s)
 
 
@@ -241,11 +248,18 @@ class Oracle(Policy):
 
 
 class Eviction(ABC):
-    """Which idle blocks the pool gives up first."""
+    """Which idle blocks the pool gives up first, and which of them are worth a place in a tier."""
 
     @abstractmethod
     def value(self, block: CachedBlock, now_s: float, holder: Holder) -> float:
         """What keeping a block is worth (any unit; the least goes first). `holder` names a tier that holds it too."""
+
+    def worth_storing(self, start: int, stop: int, tier: str) -> bool:  # noqa: ARG002
+        """Whether blocks [start, stop) (in tokens) of one prompt, which are to leave the pool, go to `tier`: always."""
+        return True
+
+    def check(self, tiers: Sequence[str]) -> None:  # noqa: B027  (most know nothing of tiers)
+        """Raises ValueError when it cannot judge one of these tiers."""
 
 
 @dataclass(frozen=True)
@@ -261,12 +275,40 @@ class LRU(Eviction):
 class CostAware(Eviction):
     """Seconds to get a block back ÷ seconds that it has been idle: a block that a fast tier holds, or that is cheap to
     compute because it stands early, goes before one that is dear. `arch`, `kv_dtype` and `block_size` as in the pool.
+
+    With `return_chance`, the chance that a request comes back, what costs more to store than it can then save is
+    dropped: see `storing`. It is judged run by run, as if what stands in front of the run were in the pool. None: all
+    is stored, and the machine needs no store links.
     """
 
     machine: Machine
     arch: ModelArch
     kv_dtype: str
     block_size: int
+    return_chance: float | None = None
+
+    def check(self, tiers: Sequence[str]) -> None:
+        """Raises ValueError naming a tier to which the machine has no measured link, in either direction if needed."""
+        for tier in tiers:
+            self.machine.link(tier)
+            if self.return_chance is not None:
+                self.machine.link(tier, "store")
+
+    def worth_storing(self, start: int, stop: int, tier: str) -> bool:
+        """Whether the chance of return is above the break-even."""
+        if self.return_chance is None:
+            return True
+        verdict = decide(
+            self.arch,
+            self.machine,
+            prefix=min(stop, self.arch.max_positions - 1),  # whoever comes back brings a token at least
+            suffix=1,
+            tier=tier,
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+            resident=start,
+        )
+        return storing(verdict).worth_it(self.return_chance)
 
     def value(self, block: CachedBlock, now_s: float, holder: Holder) -> float:
         """Seconds to regain it per second idle."""

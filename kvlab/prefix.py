@@ -106,12 +106,12 @@ class PrefixIndex:
 
         `among`: only blocks with these hashes.
         """
-        entries = self if among is None else (self._entries[h] for h in among if h in self._entries)
-        candidates = {entry.block_hash: entry for entry in entries if self.idle(entry)}
+        known = self._entries if among is None else {h: self._entries[h] for h in among if h in self._entries}
+        # Ends of chains first, since they are few: this looks at every block of the pool.
         heap = [
             (value(entry), order, entry)
-            for order, entry in enumerate(candidates.values())
-            if not self._children[entry.block_hash]
+            for order, (block_hash, entry) in enumerate(known.items())
+            if block_hash not in self._children and self.idle(entry)
         ]
         heapq.heapify(heap)
         chosen: list[CachedBlock] = []
@@ -119,14 +119,14 @@ class PrefixIndex:
         while heap and len(chosen) < count:
             entry = heapq.heappop(heap)[2]
             chosen.append(entry)
-            if entry.parent in candidates:
-                parent = candidates[entry.parent]
-                gone[entry.parent] += 1
-                if gone[entry.parent] == self._children[entry.parent]:  # it has become the end of its chain
-                    heapq.heappush(heap, (value(parent), len(candidates) + len(chosen), parent))
+            parent = None if entry.parent is None else known.get(entry.parent)
+            if parent is not None and self.idle(parent):
+                gone[parent.block_hash] += 1
+                if gone[parent.block_hash] == self._children[parent.block_hash]:  # it is the end of its chain now
+                    heapq.heappush(heap, (value(parent), len(known) + len(chosen), parent))
         if len(chosen) < count:  # only blocks in front of one that somebody holds are left: better useless than stuck
             taken = {entry.block_hash for entry in chosen}
-            rest = [entry for entry in candidates.values() if entry.block_hash not in taken]
+            rest = [entry for h, entry in known.items() if h not in taken and self.idle(entry)]
             chosen += sorted(rest, key=lambda entry: -entry.position)[: count - len(chosen)]
         return chosen
 

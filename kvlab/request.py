@@ -52,7 +52,8 @@ class Request:
 
     `prompt` tokens of `tokens` came from the caller up to this turn; what follows was generated in it, at most
     `max_new_tokens`. `table` holds the blocks of its computed positions while it has any. `hashes` names its full
-    blocks. `reload_failed`: a load went wrong in this turn, so the rest is computed. `on_token` sees each new token.
+    blocks. `failed_tiers`: loads from them went wrong in this turn, so they are not asked again in it. `on_token` sees
+    each new token.
     """
 
     id: int
@@ -68,7 +69,7 @@ class Request:
     prompt: int = 0
     table: BlockTable | None = None
     hashes: list[bytes] = field(default_factory=list)
-    reload_failed: bool = False
+    failed_tiers: set[str] = field(default_factory=set)
     decision: Decision | None = None
     timing: Timing = field(default_factory=lambda: Timing(0.0))
     preemptions: int = 0
@@ -87,12 +88,12 @@ class Request:
         """Append the caller's tokens and wait to be served."""
         self.tokens.extend(more)
         self.prompt, self.max_new_tokens, self.arrival = len(self.tokens), max_new_tokens, arrival
-        self.timing, self.state, self.reload_failed, self.decision = Timing(now_s), "waiting", False, None
+        self.timing, self.state, self.failed_tiers, self.decision = Timing(now_s), "waiting", set(), None
         self.turn += 1
 
-    def append(self, token: int, now_s: float) -> bool:
-        """Take a generated token; returns whether the request has ended with it."""
-        self.tokens.append(token)
+    def append(self, token: int, now_s: float, repeats: int = 1) -> bool:
+        """Take a generated token, or `repeats` of which all are alike; returns whether the request has ended."""
+        self.tokens.extend([token] * repeats)
         if self.timing.first_token_s is None:
             self.timing.first_token_s = now_s
         return token in self.stop_tokens or len(self.tokens) >= self.prompt + self.max_new_tokens

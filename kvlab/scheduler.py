@@ -5,21 +5,25 @@ bytes and computes (or bills the time for it) and owns the clock, so that an eng
 Does not know torch, tiers' insides, or what a token means.
 
 Why it cannot get stuck: a request is refused unless the pool could hold it alone; the oldest one takes blocks from
-idle ones first and then from the youngest that runs, so it always gets on; loads end by themselves.
+idle ones first and then from the youngest that runs, so it always gets on; loads end by themselves, or by their
+time-out. Nobody waits for bytes while anything else can run. Only blocks that a hanging tier may still write to are
+lost to all, until it has: who needs the room waits.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from kvlab.arch import ModelArch
 from kvlab.blocks import BlockTable, blocks_for
 from kvlab.cache import Cache
+from kvlab.counts import Counts
 from kvlab.executor import Chunk, Executor, Load, Outcome
+from kvlab.loads import Loads
 from kvlab.policy import Decision, Eviction, Option, Policy, Situation
 from kvlab.prefix import matched_blocks, reloadable_tokens
 from kvlab.request import Request
@@ -27,23 +31,7 @@ from kvlab.request import Request
 __all__ = ["Counts", "Scheduler"]
 
 _DECISIONS_KEPT = 10_000  # the log of an engine that runs for weeks must not fill its memory
-
-
-@dataclass
-class Counts:
-    """What the scheduler has done. `hit_tokens` by source: "pool" or a tier's name."""
-
-    steps: int = 0
-    hit_tokens: Counter[str] = field(default_factory=Counter)
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    copied_blocks: int = 0
-    loads: int = 0
-    failed_loads: int = 0
-    joined_loads: int = 0
-    estimated_regret_s: float = 0.0
-    decisions: Counter[str] = field(default_factory=Counter)
+_NAP_S = 0.1  # how long a step with nothing to do waits for a tier that hangs
 
 
 class Scheduler:
@@ -68,6 +56,7 @@ class Scheduler:
                 f" watermarks {watermarks} two shares of free blocks with 0 <= low <= high <= 1"
             )
         policy.check(executor.tiers)
+        eviction.check(executor.tiers)
         self.executor, self.arch, self.kv_dtype = executor, arch, kv_dtype
         self.policy = policy
         self.token_budget, self.max_running = token_budget, max_running
@@ -76,8 +65,7 @@ class Scheduler:
         self.allocator, self.index = self.cache.allocator, self.cache.index
         self.waiting: list[Request] = []  # by arrival
         self.running: dict[Request, None] = {}  # those that compute, drivers of loads included
-        self._loads: list[Load] = []
-        self._driving: dict[Request, Load] = {}
+        self.loads = Loads(executor, self.cache)
         self._room_changed = False
         self.decisions: deque[Decision] = deque(maxlen=_DECISIONS_KEPT)
         self.counts = Counts()
@@ -85,7 +73,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether anything is left to do."""
-        return bool(self.waiting or self.running or self._loads)
+        return bool(self.waiting or self.running or self.loads.under_way)
 
     # What callers ask for ---------------------------------------------------------------------------------------------
 
@@ -116,12 +104,7 @@ class Scheduler:
         """Take a request out of whatever it is in; what it has computed stays with it until the room is needed."""
         if request in self.waiting:
             self.waiting.remove(request)
-        for load in self._loads:
-            if request in load.waiters:
-                load.waiters.remove(request)
-        load_driven = self._driving.pop(request, None)
-        if load_driven is not None:
-            load_driven.driver = None
+        self.loads.leave(request)
         self.running.pop(request, None)
         self._room_changed = True
         self.cache.park(request)
@@ -131,8 +114,10 @@ class Scheduler:
     def step(self) -> list[tuple[Request, int]]:
         """Admit, plan, run, and account for it; returns the new tokens."""
         self.counts.steps += 1
-        for load in [load for load in self._loads if load.driver is None]:
-            self._land(load, self.executor.finish(load.handle))
+        self._room_changed |= self.loads.release_settled()
+        for load in self.loads.abandoned:
+            if self.executor.arrived(load.handle):
+                self._land(load, self.executor.finish(load.handle))
         self._admit()
         chunks, decodes = self._plan()
         produced: list[tuple[Request, int]] = []
@@ -147,46 +132,63 @@ class Scheduler:
                         continue
                 self._computed(chunk.request, chunk.stop, outcome, produced)
             for request in decodes:
-                self._computed(request, request.computed + 1, outcome, produced)
+                self._computed(request, request.computed + outcome.repeats, outcome, produced)
+        else:
+            self._wait()
         if self.allocator.free_blocks < self._low:
             self._make_room(self.cache.high_blocks)
         return produced
+
+    def _wait(self) -> None:
+        """Nothing can run before bytes have come: those that others wait for, or else those that are late."""
+        for load in self.loads.abandoned:
+            self._land(load, self.executor.finish(load.handle))
+        if self.waiting and self.loads.quarantine and not self._room_changed:
+            self._room_changed = self.loads.release_settled(_NAP_S)
 
     def _computed(self, request: Request, stop: int, outcome: Outcome, produced: list[tuple[Request, int]]) -> None:
         table, size = request.table, self.allocator.block_size
         assert table is not None, "a request without blocks has computed"
         start, table.tokens = table.tokens, stop
         self.counts.computed_tokens += stop - start
-        self.cache.name(request, stop // size)
-        for index in range(start // size, stop // size):
-            self.index.insert(request.hashes, index, table.blocks[index], request.salt, self.executor.now())
+        if start // size < stop // size:
+            self.cache.name(request, stop // size)
+            for index in range(start // size, stop // size):
+                self.index.insert(request.hashes, index, table.blocks[index], request.salt, self.executor.now())
         if request in outcome.tokens:
             token = outcome.tokens[request]
-            self.counts.generated_tokens += 1
+            self.counts.generated_tokens += outcome.repeats
             produced.append((request, token))
             decision = request.decision
             if decision is not None and decision.actual_s is None:
                 decision.settle(self.executor.now())
                 self.counts.estimated_regret_s += decision.estimated_regret_s or 0.0
-            if request.append(token, self.executor.now()):
+            if request.append(token, self.executor.now(), outcome.repeats):
                 request.state, request.timing.ended_s = "finished", self.executor.now()
                 self.stop(request)
 
     def _plan(self) -> tuple[list[Chunk], list[Request]]:
-        """Decodes first, then prefill within the token budget; behind a load that is still on its way if all wait."""
+        """Decodes first, then prefill within the token budget; behind a load once it is here, or if all others wait."""
         order = sorted(self.running, key=lambda request: request.arrival)
         decodes = [r for r in order if self._decodes(r) and self._writable(r, r.computed, r.computed + 1)]
         budget = max(1, self.token_budget - len(decodes))
         chunks: list[Chunk] = []
         late: list[Chunk] = []
-        for request in order:
-            if request not in self.running or request in decodes:
+        prefills = [request for request in order if request in self.running and request not in decodes]
+        others = bool(decodes) or any(self._next_chunk(request).load is None for request in prefills)
+        for request in prefills:
+            if request not in self.running:
                 continue
             chunk = self._next_chunk(request)
-            if chunk.load is not None and not self.executor.arrived(chunk.load.handle):
+            # A load goes on while its head is computed. The only work there is begins behind it, layer by layer.
+            arrived = (
+                request in self.loads.driven and others and self.executor.arrived(self.loads.driven[request].handle)
+            )
+            if chunk.load is not None and others and not arrived:
                 late.append(chunk)
             else:
                 budget -= self._add(chunks, chunk, budget)
+                others = True
         late = [chunk for chunk in late if chunk.request in self.running]
         if late and not (chunks or decodes):
             self._add(chunks, late[0], budget)
@@ -196,11 +198,11 @@ class Scheduler:
     def _decodes(self, request: Request) -> bool:
         """Whether all but the last token of a running request is computed."""
         left = len(request.tokens) - request.computed
-        return left == 1 and request.computed > 0 and request in self.running and request not in self._driving
+        return left == 1 and request.computed > 0 and request in self.running and request not in self.loads.driven
 
     def _next_chunk(self, request: Request) -> Chunk:
         """What a request could compute next, were the budget large enough: up to its load, behind it, or to the end."""
-        load, end = self._driving.get(request), len(request.tokens)
+        load, end = self.loads.driven.get(request), len(request.tokens)
         if load is None:
             return Chunk(request, request.computed, end)
         if request.computed < load.start:
@@ -232,18 +234,18 @@ class Scheduler:
         most = len(request.tokens)
         self.cache.name(request, reloadable_tokens(most, most, size) // size)
         wanted = request.hashes[: reloadable_tokens(most, most, size) // size]
-        missing = set(wanted[self.index.matched(wanted) :])
-        for load in self._loads:
-            if not missing.isdisjoint(load.hashes[load.first :]):
-                request.state = "loading"
-                load.waiters.append(request)
-                self.counts.joined_loads += 1
-                return True
+        load = self.loads.bringing(wanted[self.index.matched(wanted) :])
+        if load is not None:
+            request.state = "loading"
+            load.waiters.append(request)
+            self.counts.joined_loads += 1
+            return True
         table = self.cache.attach(request, wanted, now)
         # Room for one more block for each that runs already, or they would preempt this one at once.
         need = blocks_for(most, size) - len(table.blocks) + len(self.running)
         if not (self.cache.reclaimable(table, self._busy()) >= need and self._make_room(need)):
-            assert self.running or self._loads, f"request {request.id} fits the pool and cannot be admitted"
+            others = self.running or self.loads.under_way or self.loads.quarantine
+            assert others, f"request {request.id} fits the pool and cannot be admitted"
             self.cache.park(request)
             return False
         try:
@@ -265,12 +267,12 @@ class Scheduler:
         first = table.tokens // size
         options = []
         # A partial block behind the resident ones makes way for a full one; a shared one would not give up its room.
-        blocked = request.reload_failed or any(self.allocator.ref_count(block) > 1 for block in table.blocks[first:])
-        for tier in () if blocked else self.executor.tiers:
+        blocked = any(self.allocator.ref_count(block) > 1 for block in table.blocks[first:])
+        for tier in () if blocked else self._untried(request):
             held = matched_blocks(wanted[first:], partial(self.executor.holds, tier, salt=request.salt))
             if held:
-                queued = sum(len(load.table.blocks) for load in self._loads if load.tier == tier)
-                options.append(Option(tier, (first + held) * size, queued * self.executor.block_bytes))
+                queued_bytes = self.loads.queued_blocks(tier) * self.executor.block_bytes
+                options.append(Option(tier, (first + held) * size, queued_bytes))
         if not options:
             return
         decodes = sum(other.computed == len(other.tokens) - 1 for other in self.running)
@@ -285,6 +287,7 @@ class Scheduler:
                 tuple(options),
                 decodes,
                 self.executor.groups,
+                len(self.waiting) - 1,
             )
         )
         decision.made_s = now
@@ -295,39 +298,37 @@ class Scheduler:
             return
         self.cache.free(self.allocator.truncate(table, first * size))
         self.allocator.grow(table, decision.start)
-        target = self.allocator.new_table()
-        blocks = self.allocator.grow(target, decision.stop - decision.start)
-        self.allocator.share(table, blocks)
-        hashes = wanted[: decision.stop // size]
-        start = decision.start // size
-        handle = self.executor.load(decision.option.tier, hashes[start:], blocks, request.salt)
-        load = Load(decision.option.tier, request.salt, hashes, start, target, handle, request)
-        self._loads.append(load)
-        self._driving[request] = load
+        self.loads.begin(request, decision.option.tier, wanted[: decision.stop // size], decision.start // size)
         request.state = "loading"
         self.counts.loads += 1
+        self.counts.second_loads += bool(request.failed_tiers)
+
+    def _untried(self, request: Request) -> list[str]:
+        """The tiers that a request may ask in this turn: one that has failed it is not asked again."""
+        return [tier for tier in self.executor.tiers if tier not in request.failed_tiers]
 
     def _land(self, load: Load, valid: int) -> None:
-        """A load is over: index what is valid, wake the waiters; a miss is computed instead, and not tried again."""
-        self._loads.remove(load)
+        """A load is over: wake the waiters; what it did not bring comes from another tier, or is computed."""
         self._room_changed = True
-        now, complete = self.executor.now(), valid == len(load.table.blocks)
-        for place, block in enumerate(load.table.blocks[:valid]):
-            self.index.insert(load.hashes, load.first + place, block, load.salt, now)
+        driver, complete, now = load.driver, valid == len(load.table.blocks), self.executor.now()
+        self.counts.timed_out_loads += self.loads.land(load, valid, now)
         self.counts.failed_loads += not complete
-        driver, start, size = load.driver, load.start, self.allocator.block_size
         if driver is not None:
-            assert driver.table is not None
-            del self._driving[driver]
             driver.state = "running"
-            if not complete:
-                driver.reload_failed = True
-                self.cache.free(self.allocator.truncate(driver.table, start + valid * size))
-            driver.table.tokens = start + valid * size
-            self.counts.hit_tokens[load.tier] += valid * size
-        self.cache.free(self.allocator.release(load.table))
+            self.counts.hit_tokens[load.tier] += valid * self.allocator.block_size
+        if not complete:
+            for request in (*load.waiters, *([driver] if driver is not None else ())):
+                request.failed_tiers.add(load.tier)
         for waiter in load.waiters:
             self.enqueue(waiter)
+        if driver is not None and not complete and self._held_elsewhere(driver, load):
+            self.stop(driver)
+            self.enqueue(driver)  # to be asked about again
+
+    def _held_elsewhere(self, request: Request, load: Load) -> bool:
+        """Whether a tier that was not tried yet holds what should have come next."""
+        missing = load.hashes[request.computed // self.allocator.block_size]
+        return any(self.executor.holds(tier, missing, request.salt) for tier in self._untried(request))
 
     # Blocks -----------------------------------------------------------------------------------------------------------
 
@@ -335,9 +336,11 @@ class Scheduler:
         """Blocks of its own for positions [start, stop). False: it had to give way and waits again."""
         table, size = request.table, self.allocator.block_size
         assert table is not None
-        if not self._room_for(request, max(0, blocks_for(stop, size) - len(table.blocks))):
-            return False
-        self.allocator.grow(table, max(stop, table.capacity))
+        need = blocks_for(stop, size) - len(table.blocks)
+        if need > 0:
+            if not self._room_for(request, need):
+                return False
+            self.allocator.grow(table, stop)
         for index in range(start // size, blocks_for(stop, size)):
             while self.allocator.ref_count(table.blocks[index]) > 1:  # a branch shares it: copy, or outlive the others
                 if self.allocator.free_blocks:
@@ -362,26 +365,23 @@ class Scheduler:
         return True
 
     def _make_room(self, blocks: int) -> bool:
-        """Free blocks from those that nobody runs on; loads whose driver has stopped are ended for theirs."""
+        """Free blocks from those that nobody runs on; also from loads whose driver has stopped, once they are here."""
         while not self.cache.make_room(blocks):
-            abandoned = next((load for load in self._loads if load.driver is None), None)
-            if abandoned is None:
+            over = next((load for load in self.loads.abandoned if self.executor.arrived(load.handle)), None)
+            if over is None:
                 return False
-            self._land(abandoned, self.executor.finish(abandoned.handle))
+            self._land(over, self.executor.finish(over.handle))
         return True
 
     def _busy(self) -> Iterator[BlockTable]:
         """Tables that nobody may take blocks from."""
         yield from (request.table for request in self.running if request.table is not None)
-        yield from (load.table for load in self._loads)
+        yield from self.loads.tables()
 
     def check_integrity(self) -> None:
         """Assert that every reference to a block has an owner, and that states and places agree."""
         self.cache.check_integrity(self._busy())
-        for load in self._loads:
-            assert load.driver is None or self._driving[load.driver] is load, "a load's driver drives another"
-            assert all(waiter.state == "loading" for waiter in load.waiters), "a waiter of a load does not wait"
-        assert len(self._driving) == sum(load.driver is not None for load in self._loads), "a driver without a load"
+        self.loads.check_integrity()
         assert not self.running.keys() & self.cache.idle.keys(), "a request runs and is idle"
         for request in self.running:
             assert request.computed < len(request.tokens), f"request {request.id} has computed what it does not have"

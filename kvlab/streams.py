@@ -1,24 +1,24 @@
 """Streams: what runs beside compute, and the events that order it. The only file that knows CUDA streams and events.
 
 `CudaStreams`: a copy stream and pinned buffers. `ThreadStreams`: copies on the calling thread (a second thread of torch
-copies fights the compute threads for the cores), file I/O on one worker thread. Does not know pools or tiers.
+copies fights the compute threads for the cores), file I/O on one worker thread per lane. Does not know pools or tiers.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 import warnings
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from kvlab.jobs import Event, Worker
 
 __all__ = ["PAGE", "CudaStreams", "Event", "Streams", "ThreadStreams", "copy_rows", "host_memory", "streams_for"]
 
@@ -27,55 +27,6 @@ CopyOp = Literal["gather", "scatter"]
 PAGE = 4096  # direct file I/O wants offsets, lengths and memory aligned to this
 
 _STAGING_BYTES = 32 << 20  # device staging of one CUDA copy; more goes in several, so that staging stays small
-_CLOSE_S = 10.0  # how long closing waits for the worker's last file
-
-
-class Event:
-    """One submitted job, as seen by those who wait for it. `op` is "compute", "gather", "scatter" or "io".
-
-    Seconds, each 0 until known: `queue_s` from submission to start (waits, busy lane), `enqueue_s` spent by the
-    submitting call itself, `device_s` running, `notice_s` from its end until the host waited for it.
-    """
-
-    def __init__(self, op: str) -> None:
-        self.op = op
-        self.submitted = time.perf_counter()
-        self.queue_s = self.enqueue_s = self.device_s = self.notice_s = 0.0
-        self.error: BaseException | None = None
-        self.ended = False
-        self._ended_s: float | None = None  # None: nothing to notice (compute), or already noticed
-
-    def done(self) -> bool:
-        """Whether it has ended, without waiting."""
-        return self.ended
-
-    def block(self) -> None:
-        """Block the host until it has ended. This kind runs where it is submitted, or when an adversary says so."""
-
-    def run(self, job: Callable[[], object], after: Iterable[Event] = ()) -> None:
-        """Run `job` here and now, and time it. What it raised, or what a job before it raised, is kept for `notice`."""
-        started = time.perf_counter()
-        self.queue_s = started - self.submitted
-        try:
-            for event in after:
-                if event.error is not None:
-                    raise event.error
-            job()
-        except BaseException as error:
-            self.error = error  # kept, not swallowed: raised where somebody waits
-            if not isinstance(error, Exception):
-                raise  # Ctrl-C belongs to the caller
-        finally:
-            self._ended_s = time.perf_counter()
-            self.device_s = self._ended_s - started
-            self.ended = True
-
-    def notice(self) -> None:
-        """The host has seen that it ended: note how late, and raise what the job raised."""
-        if self._ended_s is not None:
-            self.notice_s, self._ended_s = time.perf_counter() - self._ended_s, None
-        if self.error is not None:
-            raise self.error
 
 
 def host_memory(nbytes: int) -> Tensor:
@@ -90,7 +41,8 @@ def host_memory(nbytes: int) -> Tensor:
 class Streams(ABC):
     """Jobs are submitted with the events they come `after`, and run in order within their lane.
 
-    Two lanes, copies (gather, scatter) and io; lanes and compute are ordered among each other by events alone.
+    One lane of copies (gather, scatter), and io lanes by name, one for each tier: who hangs holds up only its own lane.
+    Lanes and compute are ordered among each other by events alone.
     Host memory that a job uses must stay untouched until its event has ended. `in_place`: io jobs may read and write
     what compute uses, the pool itself, so that files need no copy on their way.
     """
@@ -113,7 +65,9 @@ class Streams(ABC):
     def _copy(self, op: CopyOp, rows: Tensor, index: Tensor, host: Tensor, after: Sequence[Event]) -> Event: ...
 
     @abstractmethod
-    def io(self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None) -> Event:
+    def io(
+        self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None, lane: str = ""
+    ) -> Event:
         """Run a plain host function, such as file I/O; `fills` is the host memory that it overwrites, if any."""
 
     @abstractmethod
@@ -127,6 +81,11 @@ class Streams(ABC):
     @abstractmethod
     def wait_host(self, event: Event) -> None:
         """Block until `event` has ended; raises what its job raised."""
+
+    def ends_within(self, event: Event, timeout_s: float) -> bool:
+        """Block until `event` has ended, but (for io) no longer than `timeout_s`; returns whether it has."""
+        event.block(timeout_s)
+        return event.done()
 
     def buffer(self, nbytes: int) -> Tensor:
         """Host memory for copies, uint8 [nbytes]; pinned on CUDA, where a power of two wastes nothing."""
@@ -172,88 +131,32 @@ def copy_rows(op: CopyOp, rows: Tensor, index: Tensor, host: Tensor, *, one_core
         rows.index_copy_(0, index, host_rows)
 
 
-class _WorkerEvent(Event):
-    """A job on the worker thread."""
-
-    def __init__(self) -> None:
-        super().__init__("io")
-        self._flag = threading.Event()
-
-    def block(self) -> None:
-        self._flag.wait()
-
-    def run_after(self, job: Callable[[], object], after: Sequence[Event]) -> None:
-        """On the worker: wait for `after`, run, and wake who waits."""
-        try:
-            for other in after:
-                other.block()
-            self.run(job, after)
-        finally:
-            self._flag.set()
-
-
-class _Worker:
-    """One daemon thread that runs functions in order. It starts with the first of them and ends with its owner."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._stop: Callable[[], Any] | None = None
-        self._last: Event | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether jobs are running or waiting."""
-        return self._last is not None and not self._last.done()
-
-    def submit(self, job: Callable[[], object], after: Sequence[Event]) -> Event:
-        """Queue `job`, to run when all of `after` have ended."""
-        event = self._last = _WorkerEvent()
-        if self._stop is None:
-            thread = threading.Thread(target=self._loop, args=(self._jobs,), name="kvlab-io", daemon=True)
-            thread.start()
-            # Runs at interpreter exit as well, so that a file being written is finished and not cut off.
-            self._stop = weakref.finalize(self, _Worker._end, self._jobs, thread)
-        self._jobs.put(lambda: event.run_after(job, after))
-        event.enqueue_s = time.perf_counter() - event.submitted
-        return event
-
-    def close(self) -> None:
-        if self._stop is not None:
-            self._stop()
-            self._stop = None
-
-    @staticmethod
-    def _loop(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-        while (job := jobs.get()) is not None:
-            job()
-            del job  # or its buffers would live until the next one comes
-
-    @staticmethod
-    def _end(jobs: queue.SimpleQueue[Callable[[], object] | None], thread: threading.Thread) -> None:
-        jobs.put(None)
-        if thread is not threading.current_thread():
-            thread.join(_CLOSE_S)
-
-
 class ThreadStreams(Streams):
-    """CPU: gather and scatter run at once on the calling thread, io on one worker thread. Owns that thread."""
+    """CPU: gather and scatter run at once on the calling thread, io on a worker thread for each lane. Owns those."""
 
     in_place = True
 
     def __init__(self) -> None:
-        self._worker = _Worker()
+        self._workers: defaultdict[str, Worker] = defaultdict(Worker)
 
     def _copy(self, op: CopyOp, rows: Tensor, index: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
         event = Event(op)
         for other in after:
             other.block()
-        event.run(lambda: copy_rows(op, rows, index, host, one_core=self._worker.busy), after)
+        busy = any(worker.busy for worker in self._workers.values())
+        event.run(lambda: copy_rows(op, rows, index, host, one_core=busy), after)
         event.enqueue_s = time.perf_counter() - event.submitted - event.queue_s - event.device_s
         return event
 
-    def io(self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None) -> Event:  # noqa: ARG002
-        """Run it on the worker thread, after `after` and in order of submission."""
-        return self._worker.submit(job, after)
+    def io(
+        self,
+        job: Callable[[], object],
+        after: Sequence[Event],
+        fills: Tensor | None = None,  # noqa: ARG002
+        lane: str = "",
+    ) -> Event:
+        """Run it on the lane's thread, after `after` and in order of submission."""
+        return self._workers[lane].submit(job, after)
 
     def compute_event(self) -> Event:
         """An event that has ended: CPU compute is over when its call returns."""
@@ -271,8 +174,9 @@ class ThreadStreams(Streams):
         event.notice()
 
     def close(self) -> None:
-        """Finish queued io and end the thread; a later `io` starts a new one."""
-        self._worker.close()
+        """Finish queued io and end the threads; a later `io` starts a new one."""
+        for worker in self._workers.values():
+            worker.close()
 
 
 class _CudaEvent(Event):
@@ -288,7 +192,7 @@ class _CudaEvent(Event):
         """Whether the device has passed it, without waiting."""
         return self.ended or bool(self.end.query())  # type: ignore[no-untyped-call]
 
-    def block(self) -> None:
+    def block(self, timeout_s: float | None = None) -> None:  # noqa: ARG002  (a device copy ends by itself)
         self.end.synchronize()
 
     def settle(self) -> None:
@@ -317,7 +221,7 @@ class CudaStreams(Streams):
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # Always idle, so that an event recorded here ends when it is recorded.
         self._clock = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._worker = _Worker()
+        self._workers: defaultdict[str, Worker] = defaultdict(Worker)
         self._pageable = False
 
     def _copy(self, op: CopyOp, rows: Tensor, index: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
@@ -347,9 +251,15 @@ class CudaStreams(Streams):
         event.enqueue_s = time.perf_counter() - event.submitted
         return event
 
-    def io(self, job: Callable[[], object], after: Sequence[Event], fills: Tensor | None = None) -> Event:  # noqa: ARG002
-        """Run it on the worker thread, which blocks for the device events in `after`."""
-        return self._worker.submit(job, after)
+    def io(
+        self,
+        job: Callable[[], object],
+        after: Sequence[Event],
+        fills: Tensor | None = None,  # noqa: ARG002
+        lane: str = "",
+    ) -> Event:
+        """Run it on the lane's thread, which blocks for the device events in `after`."""
+        return self._workers[lane].submit(job, after)
 
     def compute_event(self) -> Event:
         """Record the current stream of the calling thread."""
@@ -386,9 +296,10 @@ class CudaStreams(Streams):
         return super().buffer(nbytes)
 
     def close(self) -> None:
-        """Finish copies and queued io, and end the thread."""
+        """Finish copies and queued io, and end the threads."""
         self._copies.synchronize()
-        self._worker.close()
+        for worker in self._workers.values():
+            worker.close()
 
 
 def streams_for(device: str | torch.device) -> Streams:

@@ -5,11 +5,11 @@ Does not know what is decided, or why. One thread calls it; the streams behind i
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +35,18 @@ class _LoadFailedError(Exception):
 
 @dataclass(eq=False)
 class _Loading:
-    """A reload under way; before `due_s` on the clock it is not expected to be over."""
+    """A reload under way; before the stores of its blocks are over there is nothing to load (`reload` is None).
 
-    pending: Reload
-    due_s: float
+    `deadline_s`: the instant of `perf_counter` at which it is given up; a tier takes real time, whatever the clock.
+    """
+
+    tier: str
+    hashes: Sequence[bytes]
+    blocks: Sequence[int]
+    fingerprint: Fingerprint
+    stores: list[Offload]
+    deadline_s: float
+    reload: Reload | None = None
 
 
 class TorchExecutor:
@@ -55,6 +63,7 @@ class TorchExecutor:
         *,
         poison: bool,
         clock: Callable[[], float],
+        timeout_s: float = math.inf,
     ) -> None:
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names):
@@ -66,7 +75,7 @@ class TorchExecutor:
         self.pool = BlockPool(layout, pool_blocks, device=model.device, poison=poison)
         self.streams = streams
         self.transfer = Transfer(self.pool, streams, groups)
-        self._clock = clock
+        self._clock, self._timeout_s = clock, timeout_s
         self._tiers = {tier.name: tier for tier in tiers}
         self._fingerprints = {"": model.fingerprint(block_size)}
         for tier in tiers:
@@ -98,18 +107,22 @@ class TorchExecutor:
     # Tiers ------------------------------------------------------------------------------------------------------------
 
     def holds(self, tier: str, block_hash: bytes, salt: str) -> bool:
-        """Whether the tier holds the block or is just being given it."""
+        """Whether the tier holds the block or is just being given it; no, while something of it is late."""
+        if self.transfer.late(self._tiers[tier]):
+            return False
         return (tier, block_hash) in self._storing or self._tiers[tier].contains(block_hash, self.fingerprint(salt))
 
     def store(self, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> None:
-        """Into the first tier, and what finds no room there into the next; a tier that fails is passed over."""
+        """Into the first tier, and what finds no room there into the next; one that fails or hangs is passed over."""
         self._poll()
         for place, tier in enumerate(self._tiers.values()):
             if not hashes:
                 return
+            if self.transfer.late(tier):
+                continue
             self._demote(place, len(hashes) * self.block_bytes, hashes)
             try:
-                pending = self.transfer.offload(tier, blocks, hashes, self.fingerprint(salt))
+                pending = self.transfer.offload(tier, blocks, hashes, self.fingerprint(salt), timeout_s=self._timeout_s)
             except OSError:
                 tier.counters.failed_stores += 1
                 continue
@@ -132,7 +145,7 @@ class TorchExecutor:
     def _demote(self, place: int, nbytes: int, keep: Sequence[bytes]) -> None:
         """Copy what a memory tier is about to evict for `nbytes` more to the tier below, unless that has it."""
         upper, *below = list(self._tiers.values())[place:]
-        if not below:
+        if not below or self.transfer.late(below[0]):
             return
         victims = upper.victims(nbytes, keep)
         for fingerprint in self._fingerprints.values() if victims else ():
@@ -144,30 +157,48 @@ class TorchExecutor:
                     below[0].counters.failed_stores += 1
 
     def load(self, tier: str, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> _Loading:
-        """Begin a reload, after the stores that it needs."""
+        """Begin a reload, or as soon as the stores that it needs are over."""
         wanted = set(hashes)
-        for pending in [p for p in self._stores if p.tier.name == tier and not wanted.isdisjoint(p.store.hashes)]:
-            try:
-                pending.wait()
-            except OSError:
-                continue  # counted by the transfer; the reload finds nothing and is a miss
-        self._poll()
-        reload = self.transfer.reload(self._tiers[tier], hashes, blocks, self.fingerprint(salt))
-        loaded = self._tiers[tier].counters.loaded_bytes
-        expected_s = self.seconds[tier, "load"] / loaded * len(blocks) * self.block_bytes if loaded else 0.0
-        # An emulated link says when it will have delivered; that is real time, whatever clock the scheduler has.
-        link_s = max((piece.due_s for piece in reload.load.pieces), default=0.0) - time.perf_counter()
-        return _Loading(reload, self.now() + max(expected_s, link_s))
+        stores = [p for p in self._stores if p.tier.name == tier and not wanted.isdisjoint(p.store.hashes)]
+        deadline_s = time.perf_counter() + self._timeout_s
+        loading = _Loading(tier, hashes, blocks, self.fingerprint(salt), stores, deadline_s)
+        self._begun(loading, wait=False)
+        return loading
 
-    def arrived(self, handle: Any) -> bool:
-        """Whether it is done, or should be by what this tier took before: then somebody must take the rest in."""
-        return bool(handle.pending.done()) or self.now() >= handle.due_s
+    def _begun(self, loading: _Loading, *, wait: bool) -> Reload | None:
+        """Its reload; None while it needs a store that is not over. One that failed or is late is a miss: not there."""
+        if loading.reload is None:
+            now_s = time.perf_counter()
+            over = [store.settle(loading.deadline_s if wait else now_s) for store in loading.stores]
+            if not (wait or all(over) or now_s >= loading.deadline_s):
+                return None
+            self._poll()
+            left_s = max(0.0, loading.deadline_s - time.perf_counter())
+            loading.reload = self.transfer.reload(
+                self._tiers[loading.tier], loading.hashes, loading.blocks, loading.fingerprint, timeout_s=left_s
+            )
+        return loading.reload
 
-    def finish(self, handle: Any) -> int:
-        """Wait for a reload; returns the blocks that came back whole."""
-        report = handle.pending.wait()
-        self.seconds[handle.pending.tier.name, "load"] += report.wall_s
-        return int(report.valid_blocks)
+    def arrived(self, handle: _Loading) -> bool:
+        """Take in what has come; whether that was all."""
+        reload = self._begun(handle, wait=False)
+        return reload is not None and reload.advance()
+
+    def finish(self, handle: _Loading) -> int:
+        """Wait for a reload; returns the blocks that came back whole, and in time."""
+        reload = self._begun(handle, wait=True)
+        assert reload is not None, "a reload that was waited for has not begun"
+        report = reload.wait()
+        self.seconds[handle.tier, "load"] += report.wall_s
+        return report.valid_blocks
+
+    def timed_out(self, handle: _Loading) -> bool:
+        """Whether the reload, or a store that it needs, was too late."""
+        return (handle.reload is not None and handle.reload.timed_out) or any(not s.settled for s in handle.stores)
+
+    def settled(self, handle: _Loading, wait_s: float = 0.0) -> bool:
+        """Whether no read is under way any more."""
+        return handle.reload is None or handle.reload.settle(time.perf_counter() + wait_s)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block over all layers."""
@@ -177,9 +208,9 @@ class TorchExecutor:
         """Poison them, if the pool does that."""
         self.pool.freed(blocks)
 
-    def drain(self) -> None:
-        """End all stores and reloads that have begun."""
-        self.transfer.drain()
+    def drain(self, timeout_s: float = math.inf) -> None:
+        """End all stores and reloads that have begun; what hangs is left alone after `timeout_s`."""
+        self.transfer.drain(timeout_s)
         self._poll()
 
     # Compute ----------------------------------------------------------------------------------------------------------
@@ -221,8 +252,10 @@ class TorchExecutor:
                 return
             # The model runs in inference mode; buffers that were made in it could not be written outside later.
             with torch.inference_mode(False):
-                valid = handle.pending.wait_group(group)
-            if valid < handle.pending.blocks:
+                reload = self._begun(handle, wait=True)
+                assert reload is not None, "a reload that was waited for has not begun"
+                valid = reload.wait_group(group)
+            if valid < reload.blocks:
                 raise _LoadFailedError
 
         try:

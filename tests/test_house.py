@@ -16,11 +16,11 @@ FLOORS = {
     **dict.fromkeys(("plan", "settings", "waiting"), 1),
     **dict.fromkeys(("blocks", "fingerprint", "prefix"), 1),
     "hf": 1,
-    **dict.fromkeys(("memory", "pool", "streams", "adversaries", "transfer", "staging", "tiers"), 2),
+    **dict.fromkeys(("memory", "jobs", "pool", "streams", "adversaries", "transfer", "pending", "reload", "tiers"), 2),
     **dict.fromkeys(("model", "attention", "linear", "rope", "adapter"), 3),
     **dict.fromkeys(("loading", "weights", "hub", "tokenizer", "gguf_file"), 3),
     **dict.fromkeys(("request", "policy", "executor", "torch_executor"), 4),
-    **dict.fromkeys(("cache", "scheduler", "engine", "simulate"), 4),
+    **dict.fromkeys(("cache", "counts", "loads", "scheduler", "engine", "simulate"), 4),
     **dict.fromkeys(("experiments", "records"), 5),
     **dict.fromkeys(("cli", "lab", "bridges"), 6),
 }

@@ -94,8 +94,8 @@ class Without(Streams):
     def _copy(self, op, rows, index, host, after):
         return self.streams._copy(op, rows, index, host, self._after(op, after))
 
-    def io(self, job, after, fills=None):
-        return self.streams.io(job, self._after("io", after), fills)
+    def io(self, job, after, fills=None, lane=""):
+        return self.streams.io(job, self._after("io", after), fills, lane)
 
     def compute_event(self):
         return self.streams.compute_event()
@@ -371,7 +371,7 @@ def test_poll_publishes_what_is_over_and_drain_ends_the_rest(lab):
     transfer.reload(tier, HASHES[:1], [9])
     transfer.drain()
     assert tier.contains(HASHES[1], FINGERPRINT)
-    assert transfer._open_transfers == []
+    assert transfer.under_way == []
 
 
 def test_two_offloads_of_one_block_at_a_time_keep_one_copy(lab):

@@ -1,7 +1,8 @@
 """Slower places that KV blocks go to and come back from: host memory, disk, and an emulated link in front of either."""
 
 from kvlab.tiers.base import Counters, Geometry, Load, Piece, Store, Tier, TierError, checksum
-from kvlab.tiers.disk import DiskTier, bytes_read_from_device
+from kvlab.tiers.disk import DiskTier
+from kvlab.tiers.file_io import bytes_read_from_device
 from kvlab.tiers.host import HostTier
 from kvlab.tiers.link import LinkTier
 

@@ -179,7 +179,7 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, block_hash: bytes, fingerprint: Fingerprint) -> bool:
-        """Whether the block is here and was stored under this very fingerprint."""
+        """Whether the block is here, was stored under this very fingerprint, and is not too old."""
 
     @abstractmethod
     def differences(self, fingerprint: Fingerprint) -> list[str]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -33,42 +31,15 @@ from kvlab.tiers.base import (
     checksum,
     in_pieces,
 )
-from kvlab.tiers.segment import (
-    SUFFIX,
-    Codec,
-    DamagedSegment,
-    Header,
-    SegmentReader,
-    SegmentWriter,
-    confirm_header,
-    remove_stale,
-    sync_folder,
-)
+from kvlab.tiers.file_io import sync_folder
+from kvlab.tiers.lifetime import Lifetime
+from kvlab.tiers.segment import Codec, Header, SegmentReader, SegmentWriter, confirm_header, remove_stale
+from kvlab.tiers.segment_folder import Segment, SegmentFolder, segment_folder
 
-__all__ = ["DiskTier", "bytes_read_from_device"]
+__all__ = ["DiskTier"]
 
 _SEGMENT_BYTES = 64 << 20  # payload of one file: what is evicted, or lost to one bad byte, at a time
 _LAST_BYTES = 4 << 20  # the last read of a load: little to check when the disk has nothing left to do
-
-
-@dataclass(eq=False)
-class _Segment:
-    """A whole file and what its header said when it was indexed."""
-
-    path: Path
-    header: Header
-    digest: int
-    nbytes: int
-    live: set[bytes] = field(default_factory=set)  # its blocks that are in the index
-    readers: int = 0
-
-    @cached_property
-    def fingerprint(self) -> Fingerprint | None:
-        """What it was stored under; None when that has fields unknown here."""
-        try:
-            return Fingerprint(**self.header.fingerprint)
-        except TypeError:
-            return None
 
 
 @dataclass
@@ -103,8 +74,8 @@ class _DiskStore(Store):
 
 @dataclass
 class _DiskLoad(Load):
-    segments: list[_Segment] = field(kw_only=True)
-    places: list[tuple[_Segment, int]] = field(kw_only=True)
+    segments: list[Segment] = field(kw_only=True)
+    places: list[tuple[Segment, int]] = field(kw_only=True)
     readers: dict[int, SegmentReader] = field(kw_only=True, default_factory=dict)
     confirmed: set[int] = field(kw_only=True, default_factory=set)
 
@@ -142,35 +113,40 @@ class _DiskLoad(Load):
 class DiskTier(Tier):
     """Segments under `path`, at most `capacity_bytes` of files; codec "xz" trades time for space (a truly slow tier).
 
-    `ttl_s`: seconds after which a stored block is no longer used. Owns its index, of files that other processes may
-    add to and remove. Evicts the least recently used segment.
+    `ttl_s`: seconds on `clock` (since the epoch, as other processes' files are stamped by it too) after which a stored
+    block is a miss; its file goes with the next load or store. `label` is kept with what is stored, for listings.
+    Owns its index, of files that other processes may add to and remove. Evicts the least recently used segment.
     """
 
     def __init__(
-        self, path: str | Path, capacity_bytes: int, *, codec: Codec | None = None, ttl_s: float | None = None
+        self,
+        path: str | Path,
+        capacity_bytes: int,
+        *,
+        codec: Codec | None = None,
+        ttl_s: float | None = None,
+        label: str = "",
+        clock: Callable[[], float] = time.time,
     ) -> None:
         if capacity_bytes < 1:
             raise ValueError(f"capacity_bytes is {capacity_bytes}; expected a positive number of bytes")
         if codec not in {None, "xz"}:
             raise ValueError(f"codec is {codec!r}; expected None or 'xz'")
-        if ttl_s is not None and not ttl_s > 0:
-            raise ValueError(f"ttl_s is {ttl_s}; expected a positive number of seconds, or None")
         self.name = codec or "disk"
         self.capacity_bytes = capacity_bytes
         self.counters = Counters()
-        # A folder of our own below `path`, so that its permissions are ours to set.
-        self.folder = Path(path) / "segments"
+        self.folder = segment_folder(Path(path))
         self.codec: Codec | None = codec
-        self._ttl_s = ttl_s
+        self.label = label
+        self._lifetime = Lifetime(ttl_s, clock)
         self._geometry: Geometry | None = None
-        self._segments: OrderedDict[Path, _Segment] = OrderedDict()  # least recently used first
-        self._index: dict[bytes, tuple[_Segment, int]] = {}
+        self._index = SegmentFolder(self.folder)
         self._reserved_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the files, those being written included."""
-        return self._reserved_bytes + sum(segment.nbytes for segment in self._segments.values())
+        return self._reserved_bytes + self._index.nbytes
 
     def open(self, geometry: Geometry, streams: Streams) -> None:  # noqa: ARG002
         """Make the folder, clear away what dead writers left, prove that it can be written, index what is there.
@@ -191,38 +167,16 @@ class DiskTier(Tier):
                 probe.abandon()
         except OSError as error:
             raise self._error("open", error) from error
-        self._geometry = geometry
+        self._geometry, self._index.extents = geometry, geometry.extents
         self.refresh()
 
     def refresh(self) -> None:
-        """Index segments that other processes have added since, forget those that are gone or too old."""
-        found = {}
-        for entry in os.scandir(self.folder):
-            if entry.name.endswith(SUFFIX):
-                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                    found[entry.name] = entry.stat()
-        for path in [path for path in self._segments if path.name not in found]:
-            self._forget(self._segments[path])
-        known = {path.name for path in self._segments}
-        for name in sorted(found.keys() - known, key=lambda name: found[name].st_mtime_ns):
-            with contextlib.suppress(OSError):  # gone again, or not ours to read
-                try:
-                    header, digest = Header.read(self.folder / name)
-                except DamagedSegment:
-                    (self.folder / name).unlink()  # it was whole when it was renamed; nobody can use it any more
-                    continue
-                except ValueError:
-                    continue  # not ours, or of another version
-                self._add(_Segment(self.folder / name, header, digest, found[name].st_size))
-        for segment in [segment for segment in self._segments.values() if self._expired(segment)]:
-            self._expire(segment)
+        """Index segments that other processes have added since, forget those that are gone, remove those too old."""
+        self._index.refresh()
+        self._sweep()
 
-    def _add(self, segment: _Segment) -> None:
-        self._segments[segment.path] = segment
-        if segment.header.extents == self._open_geometry.extents:
-            for position, block_hash in enumerate(segment.header.hashes):
-                self._index[block_hash] = (segment, position)
-                segment.live.add(block_hash)
+    def _sweep(self) -> None:
+        self.counters.expired_blocks += self._index.sweep(self._lifetime)
 
     @property
     def _open_geometry(self) -> Geometry:
@@ -230,50 +184,31 @@ class DiskTier(Tier):
             raise ValueError("this tier is not open; call Transfer.open(tier) first")
         return self._geometry
 
-    def _expired(self, segment: _Segment) -> bool:
-        return self._ttl_s is not None and time.time() - segment.header.created > self._ttl_s
-
-    def _expire(self, segment: _Segment) -> None:
-        self.counters.expired_blocks += len(segment.live)
-        self._remove(segment)
-
     def contains(self, block_hash: bytes, fingerprint: Fingerprint) -> bool:
         """Whether the block is here, not too old, and stored under this fingerprint."""
         if block_hash not in self._index:
             return False
         segment, _ = self._index[block_hash]
-        if self._expired(segment):
-            self._expire(segment)
-            return False
-        return segment.fingerprint == fingerprint
+        return segment.fingerprint == fingerprint and not self._lifetime.over(segment.header.created)
 
     def differences(self, fingerprint: Fingerprint) -> list[str]:
         """Fields in which the most similar stored fingerprint differs; "extents" when blocks are cut otherwise."""
         found = []
-        for segment in self._segments.values():
+        for segment in self._index:
             other = [] if segment.header.extents == self._open_geometry.extents else ["extents"]
             found.append(fingerprint.differences(segment.header.fingerprint) + other)
         return min(found, key=len, default=[])
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Mark the segments as used, that of the head last."""
-        for block_hash in reversed(hashes):
-            if block_hash in self._index:
-                self._segments.move_to_end(self._index[block_hash][0].path)
+        self._index.touch(hashes)
 
     def victims(self, nbytes: int, protect: Collection[bytes] = ()) -> list[bytes]:
         """The blocks of the least recently used segments that would make room for `nbytes` more."""
         return [block_hash for segment in self._victims(nbytes, protect) for block_hash in segment.live]
 
-    def _victims(self, nbytes: int, protect: Collection[bytes]) -> list[_Segment]:
-        need, keep, chosen = self.used_bytes + nbytes - self.capacity_bytes, frozenset(protect), []
-        for segment in self._segments.values():
-            if need <= 0:
-                break
-            if not segment.readers and not segment.live & keep:
-                chosen.append(segment)
-                need -= segment.nbytes
-        return chosen
+    def _victims(self, nbytes: int, protect: Collection[bytes]) -> list[Segment]:
+        return self._index.victims(self.used_bytes + nbytes - self.capacity_bytes, protect)
 
     def reserve(self, hashes: Sequence[bytes], fingerprint: Fingerprint, protect: Collection[bytes] = ()) -> Store:
         """Segments for the leading blocks that fit, after eviction."""
@@ -281,15 +216,16 @@ class DiskTier(Tier):
             self.refresh()  # what other processes have written counts against the capacity as well
         except OSError as error:
             raise self._error("write", error) from error
-        geometry, facts = self._open_geometry, fingerprint.to_dict()
+        geometry, facts, now = self._open_geometry, fingerprint.to_dict(), self._lifetime.clock()
+
+        def header_of(hashes: Sequence[bytes]) -> Header:
+            return Header.new(facts, geometry.extents, hashes, self.codec, now, self.label)
+
         most = max(1, _SEGMENT_BYTES // geometry.block_bytes)
-        headers = [
-            Header.new(facts, geometry.extents, hashes[first : first + most], self.codec)
-            for first in range(0, len(hashes), most)
-        ]
+        headers = [header_of(hashes[first : first + most]) for first in range(0, len(hashes), most)]
         for segment in self._victims(sum(header.file_bytes for header in headers), protect):
             self.counters.evicted_blocks += len(segment.live)
-            self._remove(segment)
+            self._index.remove(segment)
         writers: list[SegmentWriter] = []
         runs: list[tuple[int, int, int, int]] = []
         fits: list[bytes] = []
@@ -297,7 +233,7 @@ class DiskTier(Tier):
             room = self.capacity_bytes - self.used_bytes
             if header.file_bytes > room:
                 count = max(0, room - header.payload_start) // geometry.block_bytes
-                header = Header.new(facts, geometry.extents, header.hashes[:count], self.codec)
+                header = header_of(header.hashes[:count])
             if not header.hashes:
                 break
             runs.append((len(fits), len(header.hashes), len(writers), 0))
@@ -312,7 +248,7 @@ class DiskTier(Tier):
         for writer in reversed(store.writers):  # the head of the chain becomes the most recently used
             self._reserved_bytes -= writer.reserved_bytes
             nbytes, header = writer.header.file_bytes, writer.header
-            self._add(_Segment(writer.path, header, xxhash.xxh3_64_intdigest(header.encode()), nbytes))
+            self._index.add(Segment(writer.path, header, xxhash.xxh3_64_intdigest(header.encode()), nbytes))
             self.counters.stored_bytes += nbytes
         self.counters.stored_blocks += len(store.hashes)
 
@@ -322,13 +258,16 @@ class DiskTier(Tier):
             self._reserved_bytes -= writer.reserved_bytes
 
     def load(self, hashes: Sequence[bytes], fingerprint: Fingerprint) -> Load:
-        """Pieces that lie together in one file; each file is opened, and its header checked again, when it is read."""
+        """Pieces that lie together in one file; each file is opened, and its header checked again, when it is read.
+
+        A block that `contains` has just found is here, even if its time has run out meanwhile.
+        """
         places = []
         for block_hash in hashes:
-            if not self.contains(block_hash, fingerprint):
+            if block_hash not in self._index or self._index[block_hash][0].fingerprint != fingerprint:
                 raise KeyError(f"block {block_hash.hex()[:16]} is not in the {self.name} tier under this fingerprint")
             places.append(self._index[block_hash])
-        segments: list[_Segment] = []
+        segments: list[Segment] = []
         runs: list[tuple[int, int, int, int]] = []
         for block, (segment, position) in enumerate(places):
             if not segments or segments[-1] is not segment:
@@ -340,6 +279,7 @@ class DiskTier(Tier):
                 runs[-1] = (runs[-1][0], runs[-1][1] + 1, *runs[-1][2:])
             else:
                 runs.append((block, 1, len(segments) - 1, position))
+        self._sweep()  # only now that these have a reader
         geometry = self._open_geometry
         # What is packed must be unpacked on its way.
         in_place = geometry.in_place_bytes > 0 and all(segment.header.codec is None for segment in segments)
@@ -351,22 +291,19 @@ class DiskTier(Tier):
 
     def drop(self, block_hash: bytes, *, corrupt: bool = False) -> None:
         """Forget a block; a segment that is corrupt, or has no block left, is removed whole."""
-        if block_hash in self._index:
-            segment, _ = self._index.pop(block_hash)
-            segment.live.discard(block_hash)
-            if corrupt or not segment.live:
-                self._remove(segment)
+        self._index.drop(block_hash, corrupt=corrupt)
 
     def clear(self) -> None:
         """Remove every segment that is not being read."""
-        for segment in [segment for segment in self._segments.values() if not segment.readers]:
-            self._remove(segment)
+        for segment in self._index:
+            if not segment.readers:
+                self._index.remove(segment)
 
     def drop_pages(self) -> bool:
         """Write all segments out and drop them from the page cache, for honest cold reads; False where it cannot."""
         if not hasattr(os, "posix_fadvise"):
             return False
-        for segment in self._segments.values():
+        for segment in self._index:
             fd = os.open(segment.path, os.O_RDONLY)
             try:
                 os.fsync(fd)
@@ -375,33 +312,9 @@ class DiskTier(Tier):
                 os.close(fd)
         return True
 
-    def _remove(self, segment: _Segment) -> None:
-        with contextlib.suppress(OSError):  # gone already, or no longer ours: either way it is not used again
-            segment.path.unlink()
-        self._forget(segment)
-
-    def _forget(self, segment: _Segment) -> None:
-        self._segments.pop(segment.path, None)
-        for block_hash in segment.live:
-            if self._index.get(block_hash, (None, 0))[0] is segment:
-                del self._index[block_hash]
-        segment.live.clear()
-
     def _error(self, doing: str, error: OSError) -> TierError:
         return TierError(
             error.errno,
             f"cannot {doing} the {self.name} tier in {self.folder}: {error.strerror or error}; "
             "it needs a writable folder with free space",
         )
-
-
-def bytes_read_from_device() -> int | None:
-    """Bytes that this process has made storage devices read so far (Linux); None where that is not counted.
-
-    A cold read is proven when this grew by as many bytes as were read.
-    """
-    try:
-        counts = Path("/proc/self/io").read_text(encoding="ascii")
-    except OSError:
-        return None
-    return int(counts.split("read_bytes:")[1].split()[0])

@@ -1,20 +1,25 @@
-"""Whole reads and writes of a file from many pieces of memory at once: short ones go on, and Windows has its own way.
+"""Whole reads and writes of a file from many pieces of memory at once, its lock, and what the page cache has of it.
 
-Not for two threads on one descriptor: the position in the file is shared.
+Short ones go on, and Windows has its own way. Not for two threads on one descriptor, which has one position.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-__all__ = ["ends_in_memory", "read_into", "write_from"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["bytes_read_from_device", "ends_in_memory", "lock", "read_into", "sync_folder", "write_from"]
 
 _MOST_BUFFERS = 1024  # IOV_MAX: what one call takes, on Linux and macOS alike
 
@@ -57,6 +62,41 @@ def ends_in_memory(fd: int, nbytes: int) -> bool:
         failed = ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(page)), ctypes.byref(state))
         return not failed and bool(state.value & 1)
     return False
+
+
+def lock(fd: int) -> bool:
+    """Try to be the one who holds this file; its lock ends with its process, however that ends."""
+    if sys.platform == "win32":
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
+            return False
+        raise
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a crash, where a folder can be synced at all."""
+    if sys.platform != "win32":
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def bytes_read_from_device() -> int | None:
+    """Bytes that this process has made storage devices read so far (Linux); None where that is not counted.
+
+    A cold read is proven when this grew by as many bytes as were read.
+    """
+    try:
+        counts = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return int(counts.split("read_bytes:")[1].split()[0])
 
 
 def _behind(buffers: list[memoryview], nbytes: int) -> list[memoryview]:

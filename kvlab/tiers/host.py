@@ -8,8 +8,9 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvlab.fingerprint import Fingerprint
 from kvlab.streams import Streams
 from kvlab.tiers.base import Counters, Extents, Geometry, Load, Piece, Store, Tier, checksum, in_pieces
+from kvlab.tiers.lifetime import Lifetime
 
 __all__ = ["HostTier"]
 
@@ -68,23 +70,33 @@ class HostTier(Tier):
     """`capacity_bytes` of host memory, allocated on demand and kept. Owns slabs and index; evicts the LRU block.
 
     `verify` keeps a checksum per (block, group) and checks it at load, which about doubles the time of a copy.
+    `ttl_s`: seconds on `clock` after which a stored block is a miss; its room is free with the next load or store.
     Plain dicts by slot instead of one object per block: a thousand objects an offload would wake the garbage collector.
     """
 
     name = "host"
 
-    def __init__(self, capacity_bytes: int, *, verify: bool = True) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        verify: bool = True,
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if capacity_bytes < 1:
             raise ValueError(f"capacity_bytes is {capacity_bytes}; expected a positive number of bytes")
         self.capacity_bytes = capacity_bytes
         self.counters = Counters()
         self._verify = verify
+        self._lifetime = Lifetime(ttl_s, clock)
         self._geometry: Geometry | None = None
         self._slabs: list[_Slab] = []
         self._free: list[int] = []  # a heap, so that the lowest slots go first and runs stay long
         self._taken = 0
         self._index: OrderedDict[bytes, int] = OrderedDict()  # hash → slot, least recently used first
         self._fingerprints: dict[int, Fingerprint] = {}  # of each slot in the index
+        self._stored_s: dict[bytes, float] = {}  # of each block in the index, in the order of storing
         self._checksums: dict[tuple[int, int], int] = {}  # of (slot, group)
         self._readers: dict[int, int] = {}  # how many loads use a slot
         self._dropped: set[int] = set()  # no longer in the index, to be freed after the last reader
@@ -120,9 +132,9 @@ class HostTier(Tier):
         self._bases = [sum(geometry.extents[:group]) for group in range(len(geometry.extents))]
 
     def contains(self, block_hash: bytes, fingerprint: Fingerprint) -> bool:
-        """Whether the block is here under this fingerprint."""
+        """Whether the block is here under this fingerprint, and not too old."""
         slot = self._index.get(block_hash)
-        if slot is None:
+        if slot is None or self._lifetime.over(self._stored_s[block_hash]):
             return False
         stored = self._fingerprints[slot]
         return stored is fingerprint or stored == fingerprint
@@ -161,7 +173,8 @@ class HostTier(Tier):
         return max(min(most, 1 << (left.bit_length() - 1)), block_bytes)
 
     def reserve(self, hashes: Sequence[bytes], fingerprint: Fingerprint, protect: Collection[bytes] = ()) -> Store:
-        """Slots for the leading blocks that fit; new memory first, then eviction."""
+        """Slots for the leading blocks that fit; what is too old goes first, then new memory, then eviction."""
+        self._sweep()
         block_bytes = self._open_geometry.block_bytes
         while len(self._free) < len(hashes) and (nbytes := self._next_slab_bytes(self.allocated_bytes)):
             first = self._slabs[-1].first + self._slabs[-1].slots if self._slabs else 0
@@ -202,6 +215,7 @@ class HostTier(Tier):
         return pieces
 
     def _publish(self, store: _HostStore) -> None:
+        now = self._lifetime.clock()
         # In reverse: the head of the chain becomes the most recently used.
         for block_hash, slot in zip(reversed(store.hashes), reversed(store.slots), strict=True):
             if block_hash in self._index:  # stored twice at the same time; the first one stays
@@ -209,11 +223,15 @@ class HostTier(Tier):
             else:
                 self._index[block_hash] = slot
                 self._fingerprints[slot] = store.fingerprint
+                self._stored_s[block_hash] = now
         self.counters.stored_blocks += len(store.hashes)
         self.counters.stored_bytes += len(store.hashes) * self._open_geometry.block_bytes
 
     def load(self, hashes: Sequence[bytes], fingerprint: Fingerprint) -> Load:
-        """The blocks' own memory, in runs; nothing is read."""
+        """The blocks' own memory, in runs; nothing is read.
+
+        A block that `contains` has just found is here, even if its time has run out meanwhile.
+        """
         index, stored, readers = self._index, self._fingerprints, self._readers
         slots = [index.get(block_hash, -1) for block_hash in hashes]
         for block_hash, slot in zip(hashes, slots, strict=True):
@@ -221,6 +239,7 @@ class HostTier(Tier):
                 raise KeyError(f"block {block_hash.hex()[:16]} is not in the host tier under this fingerprint")
         for slot in slots:
             readers[slot] = readers.get(slot, 0) + 1
+        self._sweep()  # only now that these have a reader
         return _HostLoad(self._pieces(slots), checked=self._verify, tier=self, slots=slots)
 
     def _unread(self, slots: Iterable[int]) -> None:
@@ -236,7 +255,7 @@ class HostTier(Tier):
         """Forget one block; memory beside it is no worse for it."""
         slot = self._index.pop(block_hash, None)
         if slot is not None:
-            del self._fingerprints[slot]
+            del self._fingerprints[slot], self._stored_s[block_hash]
             if slot in self._readers:
                 self._dropped.add(slot)
             else:
@@ -246,6 +265,12 @@ class HostTier(Tier):
         """Forget every block that is not being read; the memory stays allocated for reuse."""
         for block_hash in [h for h, slot in self._index.items() if slot not in self._readers]:
             self.drop(block_hash)
+
+    def _sweep(self) -> None:
+        """Drop what is too old, in the order of storing: it ends at the first that is not."""
+        while self._stored_s and self._lifetime.over(self._stored_s[oldest := next(iter(self._stored_s))]):
+            self.counters.expired_blocks += 1
+            self.drop(oldest)
 
     def _release(self, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -4,8 +4,9 @@
     | with a codec: stored lengths u64 [group][block] | xxh3_64 of all before u64 | zeros to 4 KiB
     | payload [group][block]
 
-The JSON names fingerprint, extents, blocks, codec, and when it was written. Integers are little-endian. Nothing is
-unpickled. Written under a temporary name that the writer keeps locked; then fsync, rename, fsync of the folder.
+The JSON names fingerprint, extents, blocks, codec, when it was written, and perhaps a label. Integers are
+little-endian. Nothing is unpickled. Written under a temporary name that the writer keeps locked; then fsync, rename,
+fsync of the folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import struct
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,13 +35,14 @@ from torch import Tensor
 from kvlab.fingerprint import HASH_BYTES
 from kvlab.streams import PAGE
 from kvlab.tiers.base import Bytes, Extents
-from kvlab.tiers.file_io import ends_in_memory, read_into, write_from
+from kvlab.tiers.file_io import ends_in_memory, lock, read_into, write_from
 
 if sys.platform != "win32":
     import fcntl
 
 __all__ = [
     "SUFFIX",
+    "TEMPORARY",
     "Codec",
     "DamagedSegment",
     "Header",
@@ -48,11 +50,11 @@ __all__ = [
     "SegmentWriter",
     "confirm_header",
     "remove_stale",
-    "sync_folder",
+    "stale",
 ]
 
 SUFFIX = ".kv"
-_TEMPORARY = ".tmp-"
+TEMPORARY = ".tmp-"
 _MAGIC = b"kvlab.kv"
 _VERSION = 1
 _FIXED = struct.Struct("<8sII")
@@ -76,23 +78,34 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(eq=False)
 class Header:
-    """What a segment says of itself. `checksums` and `lengths` are uint64 [groups, blocks]."""
+    """What a segment says of itself. `checksums` and `lengths` are uint64 [groups, blocks].
+
+    `label`: what people call whose blocks these are, for listings; never compared, unlike the fingerprint.
+    """
 
     fingerprint: Mapping[str, Any]
     extents: tuple[int, ...]
     hashes: list[bytes]
     codec: Codec | None
     created: float  # seconds since the epoch
+    label: str
     checksums: Table
     lengths: Table
 
     @classmethod
     def new(
-        cls, fingerprint: Mapping[str, Any], extents: Sequence[int], hashes: Sequence[bytes], codec: Codec | None
+        cls,
+        fingerprint: Mapping[str, Any],
+        extents: Sequence[int],
+        hashes: Sequence[bytes],
+        codec: Codec | None,
+        created: float = 0.0,
+        label: str = "",
     ) -> Header:
         """A header for blocks that are yet to be written; lengths are final unless there is a codec."""
         lengths = np.repeat(np.array(extents, np.uint64)[:, None], len(hashes), axis=1)
-        return cls(dict(fingerprint), tuple(extents), list(hashes), codec, time.time(), np.zeros_like(lengths), lengths)
+        sums = np.zeros_like(lengths)
+        return cls(dict(fingerprint), tuple(extents), list(hashes), codec, created, label, sums, lengths)
 
     @cached_property
     def _json(self) -> bytes:
@@ -102,6 +115,7 @@ class Header:
             "blocks": len(self.hashes),
             "codec": self.codec,
             "created": self.created,
+            **({"label": self.label} if self.label else {}),
         }
         return json.dumps(facts, sort_keys=True).encode()
 
@@ -142,8 +156,8 @@ class Header:
             blocks, codec, extents = int(facts["blocks"]), facts["codec"], tuple(int(n) for n in facts["extents"])
             at = _FIXED.size + json_bytes
             hashes = [raw[at + HASH_BYTES * i : at + HASH_BYTES * (i + 1)] for i in range(blocks)]
-            header = cls.new(facts["fingerprint"], extents, hashes, codec)
-            header.created = float(facts["created"])
+            created, label = float(facts["created"]), str(facts.get("label", ""))
+            header = cls.new(facts["fingerprint"], extents, hashes, codec, created, label)
             at += HASH_BYTES * blocks
             names = ("checksums", "lengths") if codec else ("checksums",)
             for name in names:
@@ -181,39 +195,23 @@ def _whole_pages(header: Header) -> bool:
     return header.codec is None and not any(extent % PAGE for extent in header.extents)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a crash, where a folder can be synced at all."""
-    if sys.platform != "win32":
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _lock(fd: int) -> bool:
-    """Try to be the one who holds this file; its lock ends with its process, however that ends."""
-    if sys.platform == "win32":
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
-            return False
-        raise
-    return True
-
-
-def remove_stale(folder: Path) -> int:
-    """Remove temporaries whose writer is gone; those of live writers are locked and stay. Returns how many."""
-    removed = 0
-    for path in folder.glob(_TEMPORARY + "*"):
+def stale(folder: Path) -> Iterator[Path]:
+    """Temporaries whose writer is gone, each locked until the next is asked for; those of live writers are not ours."""
+    for path in folder.glob(TEMPORARY + "*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             if sys.platform == "win32" and time.time() - path.stat().st_mtime < _ABANDONED_S:
                 continue
-            if _lock(file.fileno()):
-                path.unlink()
-                removed += 1
+            if lock(file.fileno()):
+                yield path
+
+
+def remove_stale(folder: Path) -> int:
+    """Remove temporaries whose writer is gone. Returns how many."""
+    removed = 0
+    for path in stale(folder):
+        with contextlib.suppress(OSError):
+            path.unlink()
+            removed += 1
     return removed
 
 
@@ -256,7 +254,7 @@ class SegmentWriter:
             flags |= getattr(os, "O_DIRECT", 0)
         # Somebody who cleans up may find the file before it is locked, and remove it: then it is made again.
         while self._temporary is None:
-            temporary = self.path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
+            temporary = self.path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
             try:
                 self._fd = os.open(temporary, flags, 0o600)
             except OSError as error:
@@ -265,7 +263,7 @@ class SegmentWriter:
                 flags &= ~os.O_DIRECT  # this file system has none
                 temporary.unlink(missing_ok=True)
                 continue
-            if _lock(self._fd) and temporary.exists():
+            if lock(self._fd) and temporary.exists():
                 self._temporary = temporary
             else:
                 os.close(self._fd)

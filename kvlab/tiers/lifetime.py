@@ -1,0 +1,34 @@
+"""How long a tier may use what it was given: the time to live of a stored block, on a clock that can be wrong.
+
+Knows times only. Does not know where they are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Lifetime"]
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """`ttl_s` seconds on `clock` (in seconds) from when a tier took a block in; None: for ever.
+
+    A block that is handed down to another tier begins anew there. Raises ValueError for a time that is not positive.
+    """
+
+    ttl_s: float | None
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ValueError(f"ttl_s is {self.ttl_s}; expected a positive number of seconds, or None")
+
+    def over(self, stored_s: float) -> bool:
+        """Whether what was stored at `stored_s` on the clock is too old now.
+
+        The distance counts, in either direction: a block from far ahead was stamped by a clock that has been set back
+        since, and would otherwise never grow old. So none lives longer than twice `ttl_s`; a NaN is over.
+        """
+        return self.ttl_s is not None and not abs(self.clock() - stored_s) <= self.ttl_s
