@@ -110,6 +110,16 @@ class Link:
         rate = self.rate_gb_per_s(size, share, ranks)
         return self.overhead_s(total_bytes, blocks, size) + total_bytes / (rate * 1e9)
 
+    def behind(self, gb_per_s: float, latency_s: float = 0.0) -> Link:
+        """This link behind an emulated one: that one's bytes and latency, and the software that was measured here."""
+        return replace(
+            self,
+            gb_per_s=Curve(((1.0, gb_per_s),)),
+            per_request_s=self.per_request_s + latency_s,
+            emulated=True,
+            source="emulated",
+        )
+
 
 @dataclass(frozen=True)
 class Prefill:

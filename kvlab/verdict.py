@@ -44,11 +44,15 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Split:
-    """Recompute the head [0, `recompute_tokens`) while the tail of the prefix loads."""
+    """Recompute the head [0, `recompute_tokens`) while the tail of the prefix loads.
+
+    `cost_s` adds to `ttft_s` the delay inflicted on others, as the verdict's other costs do.
+    """
 
     recompute_tokens: int
     reload_tokens: int
     ttft_s: float
+    cost_s: float
 
 
 def crossings_of(tokens: Sequence[int], reload_s: Sequence[float], recompute_s: Sequence[float]) -> list[Crossing]:
@@ -178,8 +182,10 @@ class Verdict:
         shown = 1 / self.overlap_groups  # the share of the shorter of loading and computing that is not hidden
         # Loading longer than the suffix: all of it is seen, and 1 - shown of the suffix's compute is hidden.
         speed = _speed(self.kv_bytes + self.queued_bytes, slack_s + (1 - shown) * self.suffix_s - overhead_s)
-        if shown < 1 and overhead_s + self.kv_bytes / (speed * 1e9) < self.suffix_s:
-            speed = _speed(self.kv_bytes * shown + self.queued_bytes, slack_s - overhead_s * shown)
+        ahead_s = link.per_request_s  # before the first group comes
+        if shown < 1 and overhead_s - ahead_s + self.kv_bytes / (speed * 1e9) < self.suffix_s:
+            overhead_s = ahead_s + (overhead_s - ahead_s) * shown
+            speed = _speed(self.kv_bytes * shown + self.queued_bytes, slack_s - overhead_s)
         return speed * min(self.tp, link.ranks_per_link) / self.link_share
 
     @cached_property
@@ -212,9 +218,11 @@ class Verdict:
         for head in (low - 1, low):
             if 0 < head < blocks:
                 ttft_s = max(load_s(head), compute_s(head)) + rest_s
-                if best is None or ttft_s < best.ttft_s:
-                    best = Split(head * size, (blocks - head) * size, ttft_s)
-        if best is None or best.ttft_s >= min(self.ttft_reload_s, self.ttft_recompute_s):
+                delay_s = compute_s(head) + rest_s + link.decode_slowdown * (load_s(head) - self.wait_s)
+                cost_s = ttft_s + self.decode_delay_value * delay_s
+                if best is None or cost_s < best.cost_s:
+                    best = Split(head * size, (blocks - head) * size, ttft_s, cost_s)
+        if best is None or best.cost_s >= min(self.cost_reload_s, self.cost_recompute_s):
             return None
         return best
 
@@ -356,7 +364,8 @@ def decide(
     suffix_s = machine.prefill_s(arch, kept, total, tp)
     recompute_s = machine.prefill_s(arch, resident, total, tp)
     # Equal groups in a pipeline: whichever of loading and computing is longer runs through, the other shows one group.
-    hidden_s = (1 - 1 / overlap_groups) * min(reload_s, suffix_s)
+    # What a request pays once (a link's latency) is over before the first group comes: nothing computes meanwhile.
+    hidden_s = (1 - 1 / overlap_groups) * min(max(0.0, reload_s - link.per_request_s), suffix_s)
     ttft_reload_s = wait_s + reload_s + suffix_s - hidden_s
     cost_reload_s = ttft_reload_s + decode_delay_value * (suffix_s + link.decode_slowdown * reload_s)
     cost_recompute_s = recompute_s + decode_delay_value * recompute_s
