@@ -5,12 +5,12 @@ Knows presets, folders, GGUF files and hub ids. Does not know how the model comp
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from kvlab.rope import rope_for
 from kvlab.tokenizer import ByteTokenizer, Tokenizer
 from kvlab.weights import LazyTensors
 
-__all__ = ["cpu_gflops_per_s", "load_model", "resolve_device", "resolve_dtype"]
+__all__ = ["cpu_gflops_per_s", "default_text", "load_default_model", "load_model", "resolve_device", "resolve_dtype"]
 
 
 @lru_cache(maxsize=1)
@@ -89,8 +89,8 @@ def load_model(
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
     arch, tensors, said, load_tokenizer = _find(source, seed)
-    elements = sum(math.prod(shape) for shape in weights_module.tensor_shapes(arch).values())
-    check_fits(f"{arch.name} in {dtype}", elements * TORCH_DTYPES[dtype].itemsize, device)
+    nbytes = weights_module.parameter_count(arch) * TORCH_DTYPES[dtype].itemsize
+    check_fits(f"{arch.name} in {dtype}", nbytes, device)
     return Model(
         arch=arch,
         dtype=dtype,
@@ -100,6 +100,29 @@ def load_model(
         rope=rope_for(weights_module.decoder_of(arch), arch.max_positions, device),
         load_tokenizer=load_tokenizer,
     )
+
+
+def load_default_model(
+    device: str | torch.device = "auto", dtype: str = "auto", seed: int = 0, *, say: Callable[[str], None] = print
+) -> Model:
+    """The model of the lessons and of `--model auto`: SmolLM2-135M, or the built-in wide-kv where that cannot be had.
+
+    `say` is told in a line that a download begins, or why random weights take its place. Arguments as in `load_model`.
+    """
+    name = "smollm2-135m"
+    if weights_module.locate(name) is None:
+        try:
+            say(f"fetching SmolLM2-135M-Instruct once (93 MB; kvlab model get {name})")
+            weights_module.fetch(name)
+        except (OSError, ValueError) as error:
+            name = "wide-kv"
+            say(f"using the built-in seeded model {name}: {error}")
+    return load_model(name, device=device, dtype=dtype, seed=seed)
+
+
+def default_text() -> str:
+    """The English text that ships with kvlab: about 7,000 tokens of SmolLM2."""
+    return resources.files("kvlab").joinpath("data", "text.txt").read_text(encoding="utf-8")
 
 
 _Found = tuple[ModelArch, LazyTensors, str, Callable[[], Tokenizer | ByteTokenizer]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from kvlab.gguf_file import GgufFile
 
-__all__ = ["ByteTokenizer", "Tokenizer", "from_gguf", "from_hf"]
+__all__ = ["ByteTokenizer", "TextStream", "Tokenizer", "from_gguf", "from_hf"]
 
 # The system message that SmolLM2's template puts first when the caller gives none; also how we recognise it.
 _SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -66,6 +66,13 @@ class Tokenizer:
         said = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
         return f"{said}<|im_start|>assistant\n"
 
+    def next_turn(self, content: str) -> str:
+        """What the user's next message adds behind an answer: the two and the answer make the longer `chat` prompt.
+
+        It begins with the end of the answer, `eos`, which a model that came to its end has written itself.
+        """
+        return f"<|im_end|>\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, for seeded models, which have no vocabulary. Ids above decode to U+FFFD."""
@@ -84,8 +91,47 @@ class ByteTokenizer:
         return bytes(i if 0 <= i < 256 else 0xFF for i in ids).decode("utf-8", errors="replace")
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The messages, one a line: a seeded model has learned no template."""
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        """The messages, one a line, open for the answer: a seeded model has learned no template."""
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+
+    def next_turn(self, content: str) -> str:
+        """What the user's next message adds behind an answer."""
+        return f"\nuser: {content}\nassistant: "
+
+
+class TextStream:
+    """The text of ids that come one by one, behind those `before`: a character comes once all of its bytes are there.
+
+    A token is decoded behind another, since some decoders strip the space of a first one.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._anchor = [] if "\ufffd" in decode(before) else list(before)  # whole characters, which are out
+        self._ids: list[int] = []  # what has come since
+        self._out = 0  # characters of their text that are out
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; what may still be part of a character (U+FFFD at the end) is held back."""
+        self._ids.append(token)
+        text = self._text()
+        # At most three bytes wait for a fourth; a decoder gives one U+FFFD for all of them, or one for each.
+        held = min(3, len(text) - len(text.rstrip("\ufffd")))
+        new = text[self._out : len(text) - held]
+        self._out += len(new)
+        if not held:
+            # Bytes of a character are no anchor: some decoders take bytes that follow each other as a whole.
+            if "\ufffd" not in self._decode([token]):
+                self._anchor = [token]
+            self._ids, self._out = [], 0
+        return new
+
+    def finish(self) -> str:
+        """What is still held back, when no more comes."""
+        return self._text()[self._out :]
+
+    def _text(self) -> str:
+        return self._decode([*self._anchor, *self._ids])[len(self._decode(self._anchor)) :]
 
 
 def from_hf(folder: Path) -> Tokenizer:

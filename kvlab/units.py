@@ -32,7 +32,7 @@ _BYTES = {
     "TiB": 2**40,
 }
 _BITS = {"b": 1, "kb": 10**3, "Kb": 10**3, "Mb": 10**6, "Gb": 10**9, "Tb": 10**12}
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _FLOPS = {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 _COUNTS = {"": 1, "k": 1000, "K": 1000, "M": 1_000_000, "Ki": 1024, "Mi": 1024**2}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
@@ -82,7 +82,7 @@ def parse_flops_per_s(text: str) -> float:
 
 
 def parse_s(text: str) -> float:
-    """Seconds in "50us", "1.5ms", "60s", "2min". Raises ValueError without a unit."""
+    """Seconds in "50us", "1.5ms", "60s", "2min", "7d". Raises ValueError without a unit."""
     number, unit = _split(text, "a time", "50us, 20ms or 60s")
     if unit not in _SECONDS:
         raise ValueError(f"time {text!r} needs a unit: one of {', '.join(_SECONDS)}")

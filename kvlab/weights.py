@@ -43,6 +43,7 @@ __all__ = [
     "from_hub",
     "known_models",
     "locate",
+    "parameter_count",
     "read_safetensors",
     "seeded_tensors",
     "tensor_shapes",
@@ -135,6 +136,11 @@ def tensor_shapes(arch: ModelArch) -> dict[str, tuple[int, ...]]:
     if not arch.tied_embeddings:
         shapes["lm_head.weight"] = (arch.vocab, d.hidden)
     return shapes
+
+
+def parameter_count(arch: ModelArch) -> int:
+    """Elements of all tensors of a checkpoint of `arch`, tied embeddings once."""
+    return sum(math.prod(shape) for shape in tensor_shapes(arch).values())
 
 
 class LazyTensors(Mapping[str, Tensor]):

@@ -55,6 +55,7 @@ def test_times():
     assert units.parse_s("50us") == pytest.approx(50e-6)
     assert units.parse_s("1.5ms") == pytest.approx(1.5e-3)
     assert units.parse_s("2min") == 120
+    assert units.parse_s("7d") == 7 * 24 * 3600
     with pytest.raises(ValueError, match="unit"):
         units.parse_s("60")
 

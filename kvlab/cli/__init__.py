@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvlab.cli import bench, crossover, doctor, model, plan
+from kvlab.cli import bench, cache, chat, crossover, doctor, grade, lab, model, plan, simulate
 from kvlab.cli.console import command
 
 __all__ = ["app", "main"]
@@ -19,8 +19,13 @@ app = typer.Typer(
 app.command()(command(crossover.crossover))
 app.command()(command(crossover.calibrate))
 app.command()(command(plan.plan))
+app.command()(command(simulate.simulate))
 app.command()(command(bench.bench))
 app.command()(command(doctor.doctor))
+app.command()(command(chat.chat))
+app.command()(command(lab.lab))
+app.command()(command(grade.grade))
+app.add_typer(cache.app, name="cache")
 app.add_typer(model.app, name="model")
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import unicodedata
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from rich.console import Console
 
-from kvlab.units import parse_count
+from kvlab.units import parse_count, parse_s
 
-__all__ = ["BAD_INPUT", "command", "out", "positive_count", "progress"]
+__all__ = ["BAD_INPUT", "INTERRUPTED", "command", "err", "out", "positive_count", "positive_s", "progress", "visible"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,6 +63,22 @@ def positive_count(option: str, text: str) -> int:
     if number < 1:
         raise ValueError(f"{option} is {text}; expected a positive integer")
     return number
+
+
+def positive_s(option: str, text: str) -> float:
+    """The seconds above 0 that an option was given as "90s", "12h" or "7d". Raises ValueError naming it."""
+    try:
+        seconds = parse_s(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    if seconds <= 0:
+        raise ValueError(f"{option} is {text}; expected a positive time")
+    return seconds
+
+
+def visible(text: str) -> str:
+    """`text` as a terminal may have it: control characters, but for newline and tab, become U+FFFD."""
+    return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\ufffd" for char in text)
 
 
 def progress(quiet: bool = False) -> Callable[[str], None]:

@@ -7,7 +7,6 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ from kvlab.units import format_gb_per_s, format_s, parse_bandwidth_gb_per_s, par
 
 if TYPE_CHECKING:
     from kvlab.experiments.calibrate import TierFactory
-    from kvlab.machine import Link, Machine
+    from kvlab.machine import Machine
     from kvlab.model import Model
 
 TIERS = ("host", "disk", "xz")
@@ -114,7 +113,7 @@ def crossover(
         for gb_per_s, latency_s in links:
             name = f"emulated {format_gb_per_s(gb_per_s)}" + (f", {format_s(latency_s)} latency" if latency_s else "")
             makers[name] = _emulated(gb_per_s, latency_s)
-            calibrated = calibrated.with_link(name, _emulated_link(calibrated.link("host"), gb_per_s, latency_s))
+            calibrated = calibrated.with_link(name, calibrated.link("host").behind(gb_per_s, latency_s))
         predictions = experiment.predict(
             loaded, calibrated, list(makers), chosen, suffix=suffix_tokens, block_size=size
         )
@@ -237,27 +236,20 @@ def _parse_link(value: str) -> tuple[float, float]:
 
 
 def _load_model(name: str, device: str, dtype: str, seed: int, say: Callable[[str], None]) -> Model:
-    from kvlab import weights
-    from kvlab.loading import load_model
+    from kvlab.loading import load_default_model, load_model
 
     if name == "auto":
-        name = "smollm2-135m"
-        if weights.locate(name) is None:
-            try:
-                err.print("fetching SmolLM2-135M-Instruct once (93 MB; kvlab model get smollm2-135m)", markup=False)
-                weights.fetch(name)
-            except (OSError, ValueError) as error:
-                err.print(f"using the built-in seeded model wide-kv: {error}", markup=False, soft_wrap=True)
-                name = "wide-kv"
+        say("loading the model")
+        return load_default_model(device, dtype, seed, say=lambda line: err.print(line, markup=False, soft_wrap=True))
     say(f"loading {name}")
     return load_model(name, device=device, dtype=dtype, seed=seed)
 
 
 def _read_tokens(model: Model, text: Path | None) -> list[int]:
-    from importlib import resources
+    from kvlab.loading import default_text
 
     if text is None:
-        content = resources.files("kvlab").joinpath("data", "text.txt").read_text(encoding="utf-8")
+        content = default_text()
     else:
         if not text.is_file():
             raise ValueError(f"no text file at {text}")
@@ -298,19 +290,6 @@ def _emulated(gb_per_s: float, latency_s: float) -> TierFactory:
     from kvlab.tiers import HostTier, LinkTier
 
     return lambda: LinkTier(HostTier(HOST_TIER_BYTES), gb_per_s, latency_s)
-
-
-def _emulated_link(host: Link, gb_per_s: float, latency_s: float) -> Link:
-    """What a link of this speed in front of host RAM costs: its bytes, its latency, and the measured software."""
-    from kvlab.machine import Curve
-
-    return replace(
-        host,
-        gb_per_s=Curve(((1.0, gb_per_s),)),
-        per_request_s=host.per_request_s + latency_s,
-        emulated=True,
-        source="emulated",
-    )
 
 
 def _mid_range_link(
