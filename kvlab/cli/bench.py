@@ -17,7 +17,7 @@ from kvlab.cli.console import out, progress
 def bench(
     groups: Annotated[
         list[str] | None,
-        typer.Argument(help="start, host, disk, prefill, resume, prediction; without any: all of them."),
+        typer.Argument(help="start, host, disk, prefill, resume, prediction, engine; without any: all of them."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto: cuda where there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16; auto: the faster one on this machine.")] = "auto",
@@ -61,9 +61,9 @@ def _finite(value: Any) -> Any:
 def _ratio(row: Mapping[str, Any]) -> str:
     ratios = [row["of_floor"], *row["of_peer"].values()]
     shown = " / ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
-    if shown and row["interval"] and None not in row["interval"]:
+    if row["interval"] and None not in row["interval"]:
         shown += " [{:.2f}, {:.2f}]".format(*row["interval"])
-    return shown
+    return shown.strip()
 
 
 def _beside(row: Mapping[str, Any]) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kvlab.experiments.bench.engine import bench_engine
 from kvlab.experiments.bench.memory import bench_disk, bench_host
 from kvlab.experiments.bench.model import bench_prediction, bench_prefill, bench_resume
 from kvlab.experiments.bench.rows import Progress, Row
+from kvlab.experiments.bench.simulate import bench_simulate
 from kvlab.experiments.bench.start import bench_start
 
 __all__ = ["GROUPS", "Row", "run"]
@@ -22,6 +24,8 @@ GROUPS: dict[str, Callable[[str, str, Progress], Iterator[Row]]] = {
     "prefill": bench_prefill,
     "resume": bench_resume,
     "prediction": bench_prediction,
+    "engine": bench_engine,
+    "simulate": bench_simulate,
 }
 
 

@@ -18,18 +18,19 @@ from kvlab.model import Model
 from kvlab.records import median
 from kvlab.tiers import DiskTier, HostTier, LinkTier, Tier
 
-__all__ = ["bench_prediction", "bench_prefill", "bench_resume"]
+__all__ = ["bench_prediction", "bench_prefill", "bench_resume", "model_and_text"]
 
 
-def _smollm2(device: str, dtype: str) -> tuple[Model, list[int]]:
-    model = load_model("smollm2-135m", device=device, dtype=dtype)
+def model_and_text(name: str, device: str, dtype: str) -> tuple[Model, list[int]]:
+    """The model, and the built-in text in its tokens."""
+    model = load_model(name, device=device, dtype=dtype)
     text = resources.files("kvlab").joinpath("data", "text.txt").read_text(encoding="utf-8")
     return model, model.tokenizer.encode(text)
 
 
 def bench_prefill(device: str, dtype: str, progress: Progress) -> Iterator[Row]:
     """Time to the first token's logits against transformers (sdpa), same weights, dtype and threads."""
-    model, tokens = _smollm2(device, dtype)
+    model, tokens = model_and_text("smollm2-135m", device, dtype)
     try:
         peer = transformers_prefill(model)
     except ModuleNotFoundError:
@@ -62,7 +63,7 @@ def bench_prefill(device: str, dtype: str, progress: Progress) -> Iterator[Row]:
 
 def bench_resume(device: str, dtype: str, progress: Progress) -> Iterator[Row]:
     """A 2,048-token prefix comes back from host RAM: its first token against a full prefill."""
-    model, tokens = _smollm2(device, dtype)
+    model, tokens = model_and_text("smollm2-135m", device, dtype)
     prefix, suffix = 2048, 16
     progress("resume from host RAM, 2,048 tokens")
     with Rig(model, block_size=16, max_tokens=prefix + suffix, tables=3) as rig:
@@ -93,7 +94,7 @@ _UNSEEN_LENGTHS = (48, 96, 192, 384, 768, 1536)
 
 def bench_prediction(device: str, dtype: str, progress: Progress) -> Iterator[Row]:
     """Predicted against measured times to first token at lengths the calibration did not use, and one crossover."""
-    model, tokens = _smollm2(device, dtype)
+    model, tokens = model_and_text("smollm2-135m", device, dtype)
     with tempfile.TemporaryDirectory(prefix="kvlab-bench-") as name:
         makers = {"host": lambda: HostTier(2**32), "disk": lambda: DiskTier(Path(name), 2**33)}
         machine = calibrate(model, tokens, makers, progress=progress)
@@ -135,9 +136,7 @@ def _error_row(arm: str, predicted: Sequence[float], measured: Sequence[float], 
 
 def _wide_kv_row(device: str, dtype: str, progress: Progress) -> Row:
     """The predicted flip of `wide-kv` behind an emulated 1 Gb/s link against the measured one."""
-    model = load_model("wide-kv", device=device, dtype=dtype)
-    text = resources.files("kvlab").joinpath("data", "text.txt").read_text(encoding="utf-8")
-    tokens = model.tokenizer.encode(text)
+    model, tokens = model_and_text("wide-kv", device, dtype)
     lengths = [64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096]
 
     def link() -> Tier:
