@@ -98,4 +98,5 @@ def _against(value: float | str | None, result: float | str | None) -> str:
     ratio = value / result
     if 0.9 <= ratio <= 1.1:
         return ""
-    return f"{ratio:.2g} × too high" if ratio > 1 else f"{1 / ratio:.2g} × too low"
+    factor = _number(float(f"{max(ratio, 1 / ratio):.2g}"))
+    return f"{factor} × too {'high' if ratio > 1 else 'low'}"

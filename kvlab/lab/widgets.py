@@ -43,14 +43,14 @@ class Slider:
         if self.log:
             low, high = math.log10(self.low), math.log10(self.high)
             return ipywidgets.FloatLogSlider(
-                self.start, min=low, max=high, step=(high - low) / 100, description=self.label, readout_format=".3~g",
+                self.start, min=low, max=high, step=(high - low) / 100, description=self.label, readout_format=".3r",
                 **style,
             )  # fmt: skip
         if isinstance(self.start, int):
             return ipywidgets.IntSlider(self.start, int(self.low), int(self.high), description=self.label, **style)
         step = (self.high - self.low) / 100
         return ipywidgets.FloatSlider(self.start, min=self.low, max=self.high, step=step, description=self.label,
-                                      readout_format=".3~g", **style)  # fmt: skip
+                                      readout_format=".3r", **style)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from kvlab.lab.draw.crossover import crossover_figure
 from kvlab.lab.draw.plan import plan_figure
+from kvlab.lab.draw.simulate import simulate_figure
 from kvlab.lab.draw.style import FLIP, RECOMPUTE, RELOAD, save
 
-__all__ = ["FLIP", "RECOMPUTE", "RELOAD", "crossover_figure", "plan_figure", "save"]
+__all__ = ["FLIP", "RECOMPUTE", "RELOAD", "crossover_figure", "plan_figure", "save", "simulate_figure"]
