@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -79,11 +80,68 @@ def examine(folder: Path) -> tuple[dict[str, Any], list[str]]:
     facts["SmolLM2-135M"] = "in the cache" if cached else "not fetched"
     if not cached:
         findings.append("SmolLM2-135M is not here yet: `kvlab model get smollm2-135m` fetches 93 MB once.")
-    for name in ("matplotlib", "jupyterlab", "ipywidgets", "nbval"):
+    lab_facts, lab_findings = examine_lab()
+    return {**facts, **lab_facts}, findings + lab_findings
+
+
+# What the lab needs, and what does not work without it.
+_LAB = {
+    "matplotlib": "no charts",
+    "jupyterlab": "`kvlab lab` cannot start",
+    "ipykernel": "no notebook can run",
+    "ipywidgets": "the lessons' pictures have no sliders",
+    "nbval": "`kvlab grade` cannot run notebooks",
+}
+
+
+def examine_lab() -> tuple[dict[str, Any], list[str]]:
+    """What is here of Jupyter, and one sentence for each thing that is missing or would surprise a learner."""
+    facts: dict[str, Any] = {}
+    findings = []
+    for name, loss in _LAB.items():
         facts[name] = metadata.version(name) if importlib.util.find_spec(name) else "not installed"
-    if facts["matplotlib"] == "not installed":
-        findings.append("matplotlib is missing: no charts (pip install 'kvlab[lab]').")
+        if facts[name] == "not installed":
+            findings.append(f"{name} is missing: {loss} (pip install 'kvlab[lab]').")
+    if importlib.util.find_spec("jupyter_core"):
+        facts["slider extension"] = _slider_extension()
+        if facts["slider extension"] == "not found" and facts["ipywidgets"] != "not installed":
+            findings.append(
+                "JupyterLab does not see the extension of ipywidgets: sliders show as text. "
+                "Install both in one environment."
+            )
+    if importlib.util.find_spec("jupyter_client"):
+        facts["python3 kernel"] = kernel = _kernel_interpreter()
+        if not _same_interpreter(kernel):
+            findings.append(
+                f"Jupyter's kernel 'python3' is {kernel}, not the Python that runs kvlab: start notebooks "
+                "with `kvlab lab`, which uses this one."
+            )
+    facts["chromium"] = shutil.which("chromium") or shutil.which("chromium-browser") or "not found"
+    if facts["chromium"] == "not found":
+        findings.append("No chromium on the PATH: that only matters for kvlab's own browser tests.")
     return facts, findings
+
+
+def _slider_extension() -> str:
+    from jupyter_core.paths import jupyter_path
+
+    places = (Path(folder) / "@jupyter-widgets" / "jupyterlab-manager" for folder in jupyter_path("labextensions"))
+    return next((str(place) for place in places if place.is_dir()), "not found")
+
+
+def _kernel_interpreter() -> str:
+    """The program that a notebook's kernel name, python3, starts."""
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    try:
+        return str(KernelSpecManager().get_kernel_spec("python3").argv[0])
+    except NoSuchKernel:
+        return "not found"
+
+
+def _same_interpreter(program: str) -> bool:
+    # jupyter_client starts a bare "python" with its own interpreter.
+    return program in ("python", "python3", sys.executable) or Path(program).resolve() == Path(sys.executable).resolve()
 
 
 def _pinned() -> str:

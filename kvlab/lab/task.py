@@ -2,7 +2,8 @@
 
 The same task is used in two places. In a learner's notebook it runs the learner's function, judges at once and prints
 one fixed line or says what is wrong. While grading, the kernel only *answers*: it runs the learner's code and hands
-out plain values; the grader judges those in its own process, where no notebook can reach.
+out plain values; the grader judges those in its own process, where no notebook can reach. In a kernel that is being
+graded the tasks do not hold what is right at all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from IPython.display import display
 
@@ -24,7 +25,9 @@ __all__ = ["ANSWERS_MIME", "GRADING", "CheckFailed", "Mistake", "Task", "close",
 ANSWERS_MIME = "application/vnd.kvlab.answers+json"
 # Set by the grader to its seed: the kernel answers instead of judging.
 GRADING = "KVLAB_GRADING"
-_learner = ["0"]
+# The learner's name lives in the environment: it survives this module being loaded anew, as the grader does.
+_LEARNER = "KVLAB_LEARNER"
+_ANSWER_CHARACTERS = 1_000_000
 
 
 class CheckFailed(AssertionError):  # noqa: N818  (nbval and pytest show the class name; learners read the message)
@@ -36,12 +39,12 @@ class CheckFailed(AssertionError):  # noqa: N818  (nbval and pytest show the cla
 
 def set_learner(name: str) -> None:
     """Numbers in the tasks vary by learner; the same name always gets the same ones."""
-    _learner[0] = str(name)
+    os.environ[_LEARNER] = str(name).replace("\0", "") or "0"
 
 
 def learner_seed() -> str:
     """What the learner's numbers derive from."""
-    return _learner[0]
+    return os.environ.get(_LEARNER, "0")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ class Task:
     may_use_kvlab: bool = False
     points: int = 1
 
+    def __post_init__(self) -> None:
+        if os.environ.get(GRADING):
+            object.__setattr__(self, "answer", _withheld)
+            object.__setattr__(self, "mistakes", ())
+
     def questions(self, seed: str) -> list[tuple[Any, ...]]:
         """The argument tuples for one seed."""
         return list(self.cases(random.Random(f"{self.name}/{seed}")))
@@ -85,21 +93,26 @@ class Task:
         While grading it displays the plain answers instead and never raises for them.
         """
         if os.environ.get(GRADING):
-            seed = learner_seed() if self.value else os.environ[GRADING]
-            display({ANSWERS_MIME: {"task": self.name, "seed": seed, "answers": self.run(given, seed)}}, raw=True)
+            self.show_answers(given, os.environ[GRADING])
             return
         message = self.judge(learner_seed(), self.run(given, learner_seed()))
         if message is not None:
             raise CheckFailed(f"not yet: {self.name}\n{message}")
         print(f"passed: {self.name}")  # noqa: T201  (a notebook's output)
 
+    def show_answers(self, given: Any, seed: str) -> None:
+        """Display what the grader reads: JSON as text, since a message between kernel and client knows no infinity."""
+        seed = learner_seed() if self.value else seed
+        answers = {"task": self.name, "seed": seed, "answers": self.run(given, seed)}
+        display({ANSWERS_MIME: json.dumps(answers)}, raw=True)
+
     def run(self, given: Any, seed: str) -> list[dict[str, Any]]:
-        """What the learner's function does in every case: {"value": plain value} or {"error": text}."""
+        """What the learner's function does in each case: {"value": plain value}, {"error": text} or {"crash": text}."""
         return [self._run_case(given, args) for args in self.questions(seed)]
 
     def _run_case(self, given: Any, args: tuple[Any, ...]) -> dict[str, Any]:
         if self.value:
-            return _plain(given)
+            return {"error": "not written yet: it is still None"} if given is None else _plain(given)
         if not callable(given):
             return {"error": f"expected a function, got {type(given).__name__}"}
         with _Watch() as watch:
@@ -108,32 +121,55 @@ class Task:
             except NotImplementedError as error:
                 return {"error": f"not written yet{f': {error}' if str(error) else ''}"}
             except Exception as error:
-                return {"error": f"{type(error).__name__}: {error}"}
+                return {"crash": f"{type(error).__name__}: {error}"[:2000]}
         if watch.called and not self.may_use_kvlab:
             return {"error": f"the answer calls {watch.called}; the task is to work it out yourself"}
         return result
 
     def judge(self, seed: str, answers: Sequence[Any]) -> str | None:
         """None when every answer is right, else what was expected, what came, and which mistake it looks like."""
+        return self.grade(seed, answers)[1]
+
+    def grade(self, seed: str, answers: Sequence[Any]) -> tuple[str, str | None]:
+        """The status (passed, failed, or error where the learner's code crashed) and what `judge` says.
+
+        `answers` is what `run` returned, or whatever else a notebook claims that it did.
+        """
         questions = self.questions(seed)
         if len(answers) != len(questions):
-            return f"expected {len(questions)} answers, got {len(answers)}"
+            return "failed", f"expected {len(questions)} answers, got {len(answers)}"
         for args, answer in zip(questions, answers, strict=True):
             where = "" if self.value else f"{self.name}({', '.join(_short(arg) for arg in args)}): "
-            if not isinstance(answer, dict) or "value" not in answer:
-                return where + str(answer.get("error") if isinstance(answer, dict) else answer)[:2000]
-            expected, given = self.answer(*args), answer["value"]
-            if not self._same(expected, given):
-                wanted = "" if self.value else f"expected {_short(expected)}, got "
-                hint = self._mistake(args, given) or (self.explain(args, expected, given) if self.explain else "")
-                return f"{where}{wanted}{_short(given)}" + (f"\n{hint}" if hint else "")
-        return None
+            if not isinstance(answer, dict):
+                return "failed", f"{where}no answer"
+            if "value" not in answer:
+                status = "error" if "crash" in answer else "failed"
+                return status, where + str(answer.get("crash") or answer.get("error"))[:2000]
+            message = self._wrong(args, answer["value"])
+            if message is not None:
+                return "failed", where + message
+        return "passed", None
+
+    def _wrong(self, args: tuple[Any, ...], given: Any) -> str | None:
+        """None when `given` is right for this case, else what to tell the learner."""
+        expected = self.answer(*args)
+        if self._same(expected, given):
+            return None
+        wanted = "" if self.value else f"expected {_short(expected)}, got "
+        hint = self._mistake(args, given) or self._explanation(args, expected, given)
+        return f"{wanted}{_short(given)}" + (f"\n{hint}" if hint else "")
+
+    def _explanation(self, args: tuple[Any, ...], expected: Any, given: Any) -> str:
+        try:
+            return self.explain(args, expected, given) if self.explain else ""
+        except Exception:
+            return ""  # written for an answer of the right form; this one is not
 
     def _same(self, expected: Any, given: Any) -> bool:
         try:
             return bool((self.same or close)(expected, given))
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):
-            return False  # not even of the right form
+        except Exception:
+            return False  # not even of the right form: a list for a number, nested without end, …
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         arguments = json.loads(json.dumps(args))  # a copy: what the learner changes does not reach the judge
@@ -166,13 +202,17 @@ def close(expected: Any, given: Any) -> bool:
     return len(expected) == len(given) and all(close(a, b) for a, b in zip(expected, given, strict=True))
 
 
+def _withheld(*_: Any) -> NoReturn:
+    raise RuntimeError("a kernel that is being graded holds no answers")
+
+
 def _plain(value: Any) -> dict[str, Any]:
     """The value as JSON sees it (tuples become lists, numpy numbers become numbers), or why it is not plain."""
     try:
         text = json.dumps(value, default=_number)
     except (TypeError, ValueError, RecursionError):
         return {"error": f"returned {_short(value)} of type {type(value).__name__}; expected plain numbers and lists"}
-    if len(text) > 1_000_000:
+    if len(text) > _ANSWER_CHARACTERS:
         return {"error": f"returned {len(text):,} characters; expected a short answer"}
     return {"value": json.loads(text)}
 

@@ -1,0 +1,191 @@
+"""In a real browser: `kvlab lab` opens, lesson 04 runs, sliders redraw one picture, a check fails and then passes.
+
+Needs Chromium (KVLAB_CHROMIUM, or on the PATH) and playwright; skipped without them unless KVLAB_REQUIRE_BROWSER is
+set. Screenshots go to artifacts/browser/.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kvlab.lab import notebooks
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOTS = ROOT / "artifacts" / "browser"
+TOKEN = "kvlab-browser-test"
+FAILED_OUTPUT = '[data-mime-type="application/vnd.jupyter.error"], [data-mime-type="application/vnd.jupyter.stderr"]'
+
+
+def chromium():
+    return os.environ.get("KVLAB_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def missing(what):
+    if os.environ.get("KVLAB_REQUIRE_BROWSER"):
+        pytest.fail(what)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A running `kvlab lab` on a fresh folder; yields its address."""
+    folder = tmp_path_factory.mktemp("lab")
+    settings = folder / "settings" / "@jupyterlab" / "notebook-extension" / "tracker.jupyterlab-settings"
+    settings.parent.mkdir(parents=True)
+    # All cells in the page, not only those on the screen: the test looks at all outputs.
+    settings.write_text(json.dumps({"windowingMode": "none"}), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+    environment = {
+        **os.environ, **places, "PYTHONPATH": str(ROOT), "KVLAB_AUTO": "1", "JUPYTER_TOKEN": TOKEN,
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
+    }  # fmt: skip
+    with (folder / "log").open("w", encoding="utf-8") as log:
+        command = [sys.executable, "-c", "from kvlab.cli import main; main()", "lab"]
+        server = subprocess.Popen(
+            [*command, "--no-browser", "--port", str(port), "--dir", str(folder / "mine")],
+            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            _wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", server, folder / "log")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait(timeout=60)
+
+
+def _wait_for(address, server, log):
+    ends = time.monotonic() + 180
+    while time.monotonic() < ends and server.poll() is None:
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    pytest.fail(f"kvlab lab did not come up:\n{log.read_text(encoding='utf-8')[-3000:]}")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium."""
+    program = chromium()
+    if not program:
+        missing("no chromium on the PATH and no KVLAB_CHROMIUM")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        missing("no playwright: pip install playwright")
+    with sync_playwright() as playwright:
+        # In a container Chromium runs as root, where its own sandbox does not work.
+        running = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--headless=new"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def open_notebook(lab, browser):
+    """A function that opens a notebook of the learner's folder in a page of its own."""
+    pages = []
+
+    def open_path(path):
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        pages.append(page)
+        page.set_default_timeout(120_000)
+        page.goto(f"{lab}/lab/tree/{path}?token={TOKEN}&reset")
+        page.locator(".jp-NotebookPanel-notebook .jp-CodeCell").first.wait_for()
+        page.locator(
+            '.jp-NotebookPanel-toolbar [data-status="idle"], .jp-Notebook-ExecutionIndicator[data-status="idle"]'
+        ).first.wait_for()
+        return page
+
+    yield open_path
+    for page in pages:
+        page.close()
+
+
+def run_all(page, timeout_s):
+    page.locator(".lm-MenuBar-item", has_text=re.compile("^Run$")).click()
+    page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
+    page.wait_for_function(
+        """() => {
+            const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.textContent);
+            return prompts.length > 0 && prompts.every(text => /\\[\\d+\\]/.test(text));
+        }""",
+        timeout=timeout_s * 1000,
+    )
+
+
+def picture(cell):
+    """(source, width, height) of the only picture in a cell's output."""
+    images = cell.locator(".jp-OutputArea-output img")
+    assert images.count() == 1, "one picture, updated in place"
+    return tuple(images.first.evaluate("e => [e.src, e.naturalWidth, e.naturalHeight]"))
+
+
+def test_lesson_04_runs_in_jupyterlab_and_its_sliders_redraw_one_picture(open_notebook):
+    page = open_notebook("lessons/04_flip.ipynb")
+    run_all(page, timeout_s=500)
+    assert page.locator(FAILED_OUTPUT).count() == 0
+    assert page.locator(".jp-OutputArea-output img").count() >= 1
+    cell = page.locator(".jp-CodeCell", has=page.locator(".widget-slider")).first
+    cell.scroll_into_view_if_needed()
+    page.screenshot(path=SHOTS / "lesson_04.png")
+    before = picture(cell)
+    height = cell.bounding_box()["height"]
+    handle = cell.locator(".noUi-handle").first
+    handle.focus()
+    for _ in range(10):
+        handle.press("ArrowLeft")
+        page.wait_for_timeout(200)
+    page.wait_for_timeout(2000)
+    after = picture(cell)
+    cell.scroll_into_view_if_needed()
+    page.screenshot(path=SHOTS / "lesson_04_moved.png")
+    assert after[0] != before[0], "the picture did not change"
+    assert after[1:] == before[1:], "the picture changed its size"
+    assert abs(cell.bounding_box()["height"] - height) < 2, "the page jumped"
+    assert page.locator(FAILED_OUTPUT).count() == 0
+
+
+def test_an_exercise_shows_a_failing_and_then_a_passing_check(open_notebook):
+    task = "break_even_gb_per_s"
+    solution = notebooks.read(ROOT / "solutions" / "00_start.ipynb")
+    answer = next(cell.source for cell in solution.cells if cell.id == f"{task}-answer")
+    page = open_notebook("exercises/00_start.ipynb")
+    check = page.locator(".jp-CodeCell", has=page.locator(".cm-content", has_text=f"check.{task}(")).first
+    cell = page.locator(".jp-CodeCell", has=page.locator(".cm-content", has_text=f"def {task}(")).first
+    start = page.locator(".jp-CodeCell", has=page.locator(".cm-content", has_text="check.learner(")).first
+    for each in (start, cell, check):
+        run(each)
+    check.get_by_text(f"not yet: {task}").wait_for()
+    check.scroll_into_view_if_needed()
+    page.screenshot(path=SHOTS / "exercise_fails.png")
+    assert "Traceback" not in check.inner_text()
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+a")
+    page.keyboard.insert_text(answer)
+    for each in (cell, check):
+        run(each)
+    check.get_by_text(f"passed: {task}").wait_for()
+    check.scroll_into_view_if_needed()
+    page.screenshot(path=SHOTS / "exercise_passes.png")
+    assert check.get_by_text("not yet").count() == 0
+
+
+def run(cell):
+    """Run one cell as a person does and wait until it has ended."""
+    cell.locator(".cm-content").click()
+    cell.page.keyboard.press("Control+Enter")
+    cell.locator(".jp-InputPrompt", has_text=re.compile(r"\[\d+\]")).wait_for()
