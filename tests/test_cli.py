@@ -238,7 +238,7 @@ def test_an_unknown_bench_group_lists_the_known_ones():
 def test_the_default_link_lies_above_the_speed_that_ties_at_the_longest_prefix():
     """So that long prefixes reload whatever the noise at one block says, and the flip lies within the sweep."""
     from kvlab.arch import ModelArch
-    from kvlab.cli.crossover import _mid_range_link
+    from kvlab.experiments.crossover import mid_range_link
     from kvlab.machine import Curve, Link, Prefill
     from kvlab.verdict import decide
 
@@ -250,25 +250,20 @@ def test_the_default_link_lies_above_the_speed_that_ties_at_the_longest_prefix()
         host = Link(Curve(((1.0, 20.0),)))
         return Machine("m", Prefill(0.03, linear, Curve(((1.0, 8e10),)), arch.name), {"host": {"load": host}})
 
-    model = type("Model", (), {"arch": arch, "dtype": "fp32"})
     for m in (machine(0.02), machine(0.2)):
-        link = _mid_range_link(model, m, [16, 64, 256, 1024], 16, 16)
-        assert link is not None
-        gb_per_s, latency_s = link
+        gb_per_s = mid_range_link(arch, m, [16, 64, 256, 1024], suffix=16, kv_dtype="fp32")
         tie = decide(arch, m, prefix=1024, suffix=16, kv_dtype="fp32").break_even_gb_per_s
-        assert latency_s == 0.0
         assert gb_per_s >= 1.09 * tie
 
 
 def test_no_default_link_is_added_where_no_link_can_tie():
     """A prefill of microseconds costs less than a reload's software alone; that was an error, and flaked."""
     from kvlab.arch import ModelArch
-    from kvlab.cli.crossover import _mid_range_link
+    from kvlab.experiments.crossover import mid_range_link
     from kvlab.machine import Curve, Link, Prefill
 
     arch = ModelArch.preset("tiny")
     slow_software = Link(Curve(((1.0, 20.0),)), per_request_s=1.0)
     prefill = Prefill(1e-4, Curve(((1.0, 1e11),)), Curve(((1.0, 1e11),)), arch.name)
     machine = Machine("m", prefill, {"host": {"load": slow_software}})
-    model = type("Model", (), {"arch": arch, "dtype": "fp32"})
-    assert _mid_range_link(model, machine, [64, 128], 16, 16) is None
+    assert mid_range_link(arch, machine, [64, 128], suffix=16, kv_dtype="fp32") is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from kvlab.units import format_gb_per_s, format_s, parse_bandwidth_gb_per_s, par
 
 if TYPE_CHECKING:
     from kvlab.experiments.calibrate import TierFactory
-    from kvlab.machine import Machine
     from kvlab.model import Model
 
 TIERS = ("host", "disk", "xz")
@@ -105,11 +103,14 @@ def crossover(
             budget_s=0.8 * budget_s,  # room for noise, so that all rounds fit
             rounds=repeats,
         )
-        auto_link = _mid_range_link(loaded, calibrated, chosen, suffix_tokens, size) if "auto-link" in wanted else None
-        if auto_link is not None:
-            links.append(auto_link)
-        elif "auto-link" in wanted and not as_json:
-            out.print("no emulated link: recomputing is predicted to win whatever the link", soft_wrap=True)
+        if "auto-link" in wanted:
+            auto_gb_per_s = experiment.mid_range_link(
+                loaded.arch, calibrated, chosen, suffix=suffix_tokens, kv_dtype=loaded.dtype, block_size=size
+            )
+            if auto_gb_per_s is not None:
+                links.append((auto_gb_per_s, 0.0))
+            elif not as_json:
+                out.print("no emulated link: recomputing is predicted to win whatever the link", soft_wrap=True)
         for gb_per_s, latency_s in links:
             name = f"emulated {format_gb_per_s(gb_per_s)}" + (f", {format_s(latency_s)} latency" if latency_s else "")
             makers[name] = _emulated(gb_per_s, latency_s)
@@ -290,29 +291,6 @@ def _emulated(gb_per_s: float, latency_s: float) -> TierFactory:
     from kvlab.tiers import HostTier, LinkTier
 
     return lambda: LinkTier(HostTier(HOST_TIER_BYTES), gb_per_s, latency_s)
-
-
-def _mid_range_link(
-    model: Model, machine: Machine, lengths: Sequence[int], suffix: int, block_size: int
-) -> tuple[float, float] | None:
-    """A link whose speed lies midway between those that tie at the shortest and at the longest prefix.
-
-    At least a tenth above the latter, which is the surer of the two: one block is recomputed in the time of noise.
-    None where no link ties: a model so small that a reload's software alone costs more than its prefill.
-    """
-    from kvlab.verdict import decide
-
-    ties = [
-        decide(
-            model.arch, machine, prefix=length, suffix=suffix, kv_dtype=model.dtype, block_size=block_size
-        ).break_even_gb_per_s
-        for length in (lengths[0], lengths[-1])
-    ]
-    finite = [tie for tie in ties if math.isfinite(tie)]
-    if not finite:
-        return None
-    gb_per_s = max(math.prod(finite) ** (1 / len(finite)), 1.1 * finite[-1])
-    return float(f"{gb_per_s:.3g}"), 0.0
 
 
 def _draw(record: Mapping[str, Any], path: Path) -> Path | None:

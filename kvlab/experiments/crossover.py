@@ -38,6 +38,7 @@ __all__ = [
     "crossover_interval",
     "measure",
     "measured_crossover",
+    "mid_range_link",
     "predict",
     "record",
 ]
@@ -179,6 +180,26 @@ def predict(
         )
         for tier in tiers
     ]
+
+
+def mid_range_link(
+    arch: ModelArch, machine: Machine, lengths: Sequence[int], *, suffix: int, kv_dtype: str, block_size: int = 16
+) -> float | None:
+    """A link's GB/s midway between the speeds that tie at the shortest and at the longest prefix, to three digits.
+
+    At least a tenth above the latter, which is the surer of the two: one block is recomputed in the time of noise.
+    None where no link ties: a model so small that a reload's software alone costs more than its prefill.
+    """
+    ties = [
+        decide(
+            arch, machine, prefix=length, suffix=suffix, kv_dtype=kv_dtype, block_size=block_size
+        ).break_even_gb_per_s
+        for length in (lengths[0], lengths[-1])
+    ]
+    finite = [tie for tie in ties if math.isfinite(tie)]
+    if not finite:
+        return None
+    return float(f"{max(math.prod(finite) ** (1 / len(finite)), 1.1 * finite[-1]):.3g}")
 
 
 def measure(

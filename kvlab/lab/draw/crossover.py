@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlab.lab.draw.style import FLIP, PREDICTED, RECOMPUTE, RELOAD, plain_axes, stamp, token_axis
+from kvlab.lab.draw.style import FLIP, PREDICTED, RECOMPUTE, RELOAD, plain_axes, seconds_axis, stamp, token_axis
 
 __all__ = ["crossover_figure"]
 
@@ -43,8 +43,7 @@ def _tier_panel(axis: Axes, tier: Mapping[str, Any]) -> None:
             tokens, tier[f"predicted_{name}_s"], color=colour, linestyle=PREDICTED, linewidth=1.4, label="predicted"
         )
     token_axis(axis, tokens)
-    axis.set_yscale("log")
-    axis.set_ylabel("time to first token, suffix included (s)")
+    seconds_axis(axis)
     plain_axes(axis)
     axis.tick_params(labelbottom=True, labelleft=True)
     axis.set_title(f"{tier['name']}: {_flip_words(tier)}", fontsize=10)

@@ -11,7 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlab.arch import ModelArch
-from kvlab.lab.draw.style import FLIP, PREDICTED, PUBLISHED, QUIET, RECOMPUTE, RELOAD, new_figure, stamp, token_axis
+from kvlab.lab.draw.style import (
+    FLIP,
+    PREDICTED,
+    PUBLISHED,
+    QUIET,
+    RECOMPUTE,
+    RELOAD,
+    new_figure,
+    seconds_axis,
+    stamp,
+    token_axis,
+)
 from kvlab.lab.published import Published
 from kvlab.machine import Machine
 from kvlab.storing import storing
@@ -122,9 +133,8 @@ def flip_figure(
     axis.set_title(answer, fontsize=10, y=1.0)
     token_axis(axis, _ticks(curves.tokens))
     axis.set_xlim(curves.tokens[0], curves.tokens[-1])
-    axis.set_yscale("log")
     axis.minorticks_off()
-    axis.set_ylabel("time to first token, suffix included (s)")
+    seconds_axis(axis)
     _legend_once(axis)
     stamp(figure, source)
     return figure

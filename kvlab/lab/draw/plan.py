@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from kvlab.lab.draw.style import FLIP, PREDICTED, RECOMPUTE, RELOAD, plain_axes, stamp, token_axis
+from kvlab.lab.draw.style import FLIP, PREDICTED, RECOMPUTE, RELOAD, plain_axes, seconds_axis, stamp, token_axis
 
 __all__ = ["plan_figure"]
 
@@ -36,8 +36,7 @@ def plan_figure(plan: Mapping[str, Any]) -> Figure:
         axis.axhline(plan["ttft_slo_s"], color=FLIP, linewidth=0.8, linestyle=":")
         axis.annotate("limit", (tokens[0], plan["ttft_slo_s"]), fontsize=8, color=FLIP, va="bottom")
     token_axis(axis, [size["prefix_tokens"] for size in plan["sizes"]])
-    axis.set_yscale("log")
-    axis.set_ylabel("time to first token, suffix included (s)")
+    seconds_axis(axis)
     plain_axes(axis)
     _label_ends(axis, tokens[-1], ends)
     condition = f", {plan['percentile']:g} % of requests at load {plan['load']:g}" if plan["load"] else ", idle machine"

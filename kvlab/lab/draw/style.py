@@ -13,6 +13,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 __all__ = [
     "CACHED",
@@ -26,6 +27,7 @@ __all__ = [
     "plain_axes",
     "png",
     "save",
+    "seconds_axis",
     "stamp",
     "token_axis",
 ]
@@ -63,6 +65,15 @@ def token_axis(axis: Axes, tokens: Sequence[int], label: str = "prefix (tokens)"
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(tokens), [f"{count:,}" for count in tokens], minor=False)
     axis.set_xlabel(label)
+
+
+def seconds_axis(axis: Axes, label: str = "time to first token, suffix included (s)") -> None:
+    """A logarithmic y axis with plain numbers at 1, 2 and 5 of each decade: few curves span many decades."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.set_ylabel(label)
 
 
 def stamp(figure: Figure, source: str) -> None:
