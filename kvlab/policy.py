@@ -5,6 +5,7 @@ Small objects from a `Situation` to a `Decision`; `kvlab.policies` is this modul
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,16 @@ __all__ = [
     "Policy",
     "Recompute",
     "Reload",
+    "Score",
+    "Scored",
     "Situation",
     "Threshold",
 ]
 
 # The fastest tier that holds the block with this hash and salt, if any does.
 Holder = Callable[[bytes, str], str | None]
+# What a cache is worth, from its bytes, seconds to reload it, seconds to recompute it, and its chance of return.
+Score = Callable[[int, float, float, float], float]
 
 
 @dataclass(frozen=True)
@@ -318,3 +323,37 @@ class CostAware(Eviction):
             size_bytes = kv_bytes(self.arch, self.block_size, self.kv_dtype)
             back_s = min(back_s, self.machine.link(tier).transfer_s(size_bytes, 1, len(self.arch.layers)))
         return back_s / max(now_s - block.used_s, 1e-9)
+
+
+@dataclass(frozen=True)
+class Scored(Eviction):
+    """Any `score` of the cache that ends with a block, all of it in front included: it comes back as a whole.
+
+    `return_chance(block, seconds idle)` is what is known of its caller. What no tier holds yet would come back from
+    `tier` (None: only by computing, a reload takes forever).
+    """
+
+    machine: Machine
+    arch: ModelArch
+    kv_dtype: str
+    block_size: int
+    score: Score
+    return_chance: Callable[[CachedBlock, float], float]
+    tier: str | None = None
+
+    def check(self, tiers: Sequence[str]) -> None:
+        """Raises ValueError naming a tier to which the machine has no measured link."""
+        for tier in tiers:
+            self.machine.link(tier)
+
+    def value(self, block: CachedBlock, now_s: float, holder: Holder) -> float:
+        """The score."""
+        tokens = block.position + self.block_size
+        size_bytes = kv_bytes(self.arch, tokens, self.kv_dtype)
+        tier = holder(block.block_hash, block.salt) or self.tier
+        reload_s = math.inf
+        if tier is not None:
+            blocks = tokens // self.block_size
+            reload_s = self.machine.link(tier).transfer_s(size_bytes, blocks, len(self.arch.layers))
+        recompute_s = self.machine.prefill_s(self.arch, 0, tokens)
+        return self.score(size_bytes, reload_s, recompute_s, self.return_chance(block, now_s - block.used_s))
