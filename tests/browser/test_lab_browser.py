@@ -105,9 +105,8 @@ def open_notebook(lab, browser):
         page.set_default_timeout(120_000)
         page.goto(f"{lab}/lab/tree/{path}?token={TOKEN}&reset")
         page.locator(".jp-NotebookPanel-notebook .jp-CodeCell").first.wait_for()
-        page.locator(
-            '.jp-NotebookPanel-toolbar [data-status="idle"], .jp-Notebook-ExecutionIndicator[data-status="idle"]'
-        ).first.wait_for()
+        # The toolbar says idle before there is a kernel; whoever runs a cell then is asked to choose one.
+        page.get_by_text(re.compile(r"Python 3 \(kvlab\) \| Idle")).wait_for()
         return page
 
     yield open_path
