@@ -267,3 +267,10 @@ def test_no_default_link_is_added_where_no_link_can_tie():
     prefill = Prefill(1e-4, Curve(((1.0, 1e11),)), Curve(((1.0, 1e11),)), arch.name)
     machine = Machine("m", prefill, {"host": {"load": slow_software}})
     assert mid_range_link(arch, machine, [64, 128], suffix=16, kv_dtype="fp32") is None
+
+
+def test_bench_refuses_a_folder_to_write_to_before_it_measures(tmp_path):
+    result = kvlab("bench", "start", "--out", str(tmp_path))
+    assert result.returncode == 2
+    assert "is a folder" in result.stderr
+    assert result.stdout == ""

@@ -31,6 +31,8 @@ def bench(
     from kvlab.loading import resolve_device, resolve_dtype
     from kvlab.records import machine_facts, now_utc, write_json
 
+    if out_file is not None and out_file.is_dir():
+        raise ValueError(f"--out {out_file} is a folder; give the JSON file to write")
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     say = progress(quiet=as_json)
