@@ -154,7 +154,11 @@ def test_copies_of_a_block_have_the_published_sizes():
 @pytest.mark.parametrize("tokens", [1, 512])
 def test_the_block_picture_holds_at_both_ends_of_its_sliders(kind, tokens):
     for name in ("smollm2-135m", "llama-3.1-8b"):
-        png(block_size_figure(ModelArch.preset(name), tokens, kind, published("h100_copy_sizes")))
+        arch = ModelArch.preset(name)
+        figure = block_size_figure(arch, tokens, kind, published("h100_copy_sizes"))
+        low, high = figure.axes[0].get_xlim()
+        assert low <= copy_bytes(arch, tokens, kind) <= high, "the marker lies outside the picture"
+        assert png(figure).startswith(b"\x89PNG")
 
 
 # --- published figures ------------------------------------------------------------------------------------------------

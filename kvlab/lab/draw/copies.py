@@ -20,7 +20,7 @@ from kvlab.units import format_bytes
 __all__ = ["ONE_COPY_IS", "bandwidth_figure", "block_size_figure", "copy_bytes", "copy_size_figure"]
 
 ONE_COPY_IS = ("K or V of one layer", "one layer, K and V", "all layers")
-_TICKS = [4**step for step in range(5, 13)]
+_TICKS = [4**step for step in range(4, 14)]
 
 
 def copy_bytes(arch: ModelArch, block_tokens: int, one_copy_is: str, dtype: str = "bf16") -> int:
@@ -68,6 +68,8 @@ def block_size_figure(
     axis.axvline(size, ymax=0.78, color=FLIP, linewidth=1)
     if size < sizes[0]:
         words = f"{_size_words(size)}, smaller than any published copy"
+    elif size > sizes[-1]:
+        words = f"{_size_words(size)}, larger than any published copy"
     else:
         rate = Curve(tuple(zip(sizes, figures["dma_gb_per_s"], strict=True)))(size)
         axis.plot([_TICKS[0] / 1.5, size], [rate, rate], color=FLIP, linewidth=1)
