@@ -228,8 +228,12 @@ class EngineSchedules(RuleBasedStateMachine):
             self.drain()
             if len(self.tiers) == 2:
                 self.copy_down()
-            for tier in range(1 if spoil == "rot above" else len(self.tiers)):
-                self.fault(tier, spoil, place)
+            if spoil == "rot above":  # every block there is bad, so that the tier below has its turn
+                for part in range(20):
+                    self.fault(0, "rot", (part + place) / 20)
+            else:
+                for tier in range(len(self.tiers)):
+                    self.fault(tier, spoil, place)
         for _ in range(twins):
             if request.sampling.temperature == 0:
                 self.submit(0, 0, [*request.tokens, *more], 3, request.salt, None)
@@ -362,25 +366,26 @@ class EngineSchedules(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def drive(seed):
-    """One schedule from a seed: longer than hypothesis' own, and with all rules in it."""
+def drive(seed, **fixed):
+    """One schedule from a seed, longer than hypothesis' own, with all rules in it; `fixed` settings are not drawn."""
     choose = random.Random(seed)
     machine = EngineSchedules()
-    machine.build(
-        block_size=choose.choice([1, 2, 3, 4, 8, 16, 32]),
-        pool_tokens=choose.choice([48, 72, 128, 256]),
-        kv_heads=choose.choice([2, 4]),
-        policy=choose.choice([*POLICIES, "reload", "calibrated"]),
-        backend=choose.choice(sorted(BACKENDS)),
-        tiers=choose.choice(["", "host", "disk", "host disk", "host disk"]),
-        host_tokens=choose.choice([33, 100, 1000]),
-        budget=choose.choice([1, 7, 64]),
-        max_running=choose.choice([1, 3, 16]),
-        watermarks=choose.choice([(0.0, 0.0), (0.1, 0.3)]),
-        groups=choose.choice([1, 2]),
-        cost_aware=choose.random() < 0.3,
-        timeout_s=choose.choice([60.0, 60.0, HANG_S, 0.0]),
-    )
+    drawn = {
+        "block_size": choose.choice([1, 2, 3, 4, 8, 16, 32]),
+        "pool_tokens": choose.choice([48, 72, 128, 256]),
+        "kv_heads": choose.choice([2, 4]),
+        "policy": choose.choice([*POLICIES, "reload", "calibrated"]),
+        "backend": choose.choice(sorted(BACKENDS)),
+        "tiers": choose.choice(["", "host", "disk", "host disk", "host disk"]),
+        "host_tokens": choose.choice([33, 100, 1000]),
+        "budget": choose.choice([1, 7, 64]),
+        "max_running": choose.choice([1, 3, 16]),
+        "watermarks": choose.choice([(0.0, 0.0), (0.1, 0.3)]),
+        "groups": choose.choice([1, 2]),
+        "cost_aware": choose.random() < 0.3,
+        "timeout_s": choose.choice([60.0, 60.0, HANG_S, 0.0]),
+    }
+    machine.build(**(drawn | fixed))
 
     def ids(most):
         return [choose.randrange(VOCAB) for _ in range(choose.randint(0, most))]
@@ -419,7 +424,7 @@ def drive(seed):
         elif machine.tiers and action == "fault":
             machine.fault(index, choose.choice(["rot", "cut", "lose", "refuse"]), place)
         elif machine.tiers and machine.requests:
-            spoil = choose.choice([None, None, None, "rot", "rot above", "cut", "lose"])
+            spoil = choose.choice([None, None, None, "rot", "rot above", "rot above", "cut", "lose"])
             machine.go_away_and_come_back(index, ids(9), choose.randint(0, 9), choose.randint(0, 2), spoil, place)
         machine.integrity()
     machine.teardown()
@@ -433,6 +438,13 @@ def test_seeded_schedules_give_the_tokens_of_a_run_without_cache(first):
         except BaseException as error:
             error.add_note(f"schedule of seed {seed}")
             raise
+
+
+def test_where_the_upper_tier_often_fails_the_lower_one_has_its_turn():
+    for seed in range(SEEDS, SEEDS + 20):
+        drive(seed, tiers="host disk", policy="reload", host_tokens=1000)
+    for seed in range(SEEDS + 20, SEEDS + 30):
+        drive(seed, tiers="host disk", policy="reload", backend="thread", timeout_s=HANG_S)
 
 
 def test_the_schedules_were_of_every_kind():
