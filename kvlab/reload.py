@@ -171,6 +171,10 @@ class Reload(Pending):
             self.tier.counters.read_failures += 1
             self._fail(piece.first, piece.count, f"{type(read.error).__name__}: {read.error}", corrupt)
             return
+        lost = self.load.lost(piece)
+        if lost is not None and lost[0] < self.valid_blocks:
+            self.tier.counters.read_failures += 1
+            self._fail(lost[0], 1, lost[1], corrupt=True)
         if not self.load.checked:
             return
         started = time.perf_counter()

@@ -111,6 +111,7 @@ class Transfer:
         lane, started = self._lanes[tier], self._begin(blocks, hashes)
         fingerprint = fingerprint or lane.fingerprint
         tier.touch(hashes)
+        tier.look_up(hashes, fingerprint)
         contains = tier.contains
         wanted = {h: block for h, block in zip(hashes, blocks, strict=True) if not contains(h, fingerprint)}
         store = tier.reserve(list(wanted), fingerprint, hashes)
@@ -181,6 +182,7 @@ class Transfer:
         fingerprint = fingerprint or lane.fingerprint
         if len(set(blocks)) != len(blocks):
             raise ValueError("a target block is named twice; one block holds one block's bytes")
+        tier.look_up(hashes, fingerprint)
         held = 0
         while held < len(hashes) and tier.contains(hashes[held], fingerprint):
             held += 1

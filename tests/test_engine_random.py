@@ -110,6 +110,7 @@ class EngineSchedules(RuleBasedStateMachine):
             self.tiers.append(HostTier(max(host_tokens, block_size) * token_bytes))
         if "disk" in tiers:
             self.tiers.append(DiskTier(self.folder.name, 1 << 20))
+        self.tiers += self.more_tiers()
         eviction = policies.LRU()
         if cost_aware:
             eviction = policies.CostAware(tiny_machine(), self.model.arch, "fp64", block_size)
@@ -134,6 +135,10 @@ class EngineSchedules(RuleBasedStateMachine):
         tally("schedules")
         tally(f"backend {backend}")
         tally(f"policy {policy}")
+
+    def more_tiers(self):
+        """Tiers that a variant of this test adds, as the last ones."""
+        return []
 
     def new_token(self, request, token):
         assert request.tokens[-1] == token
@@ -366,10 +371,10 @@ class EngineSchedules(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def drive(seed, **fixed):
+def drive(seed, make=EngineSchedules, **fixed):
     """One schedule from a seed, longer than hypothesis' own, with all rules in it; `fixed` settings are not drawn."""
     choose = random.Random(seed)
-    machine = EngineSchedules()
+    machine = make()
     drawn = {
         "block_size": choose.choice([1, 2, 3, 4, 8, 16, 32]),
         "pool_tokens": choose.choice([48, 72, 128, 256]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,6 +20,7 @@ from kvlab.units import format_gb_per_s, format_s, parse_bandwidth_gb_per_s, par
 if TYPE_CHECKING:
     from kvlab.experiments.calibrate import TierFactory
     from kvlab.model import Model
+    from kvlab.tiers import Tier
 
 TIERS = ("host", "disk", "xz")
 HOST_TIER_BYTES = 2**33
@@ -39,7 +41,10 @@ def crossover(
     model: ModelOption = "auto",
     text: TextOption = None,
     tier: Annotated[
-        list[str] | None, typer.Option(help="host, disk, xz (compressed disk blocks) or all; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="host, disk, xz (compressed disk blocks), all, or a server (valkey://host:port); may be repeated."
+        ),
     ] = None,
     link: Annotated[
         list[str] | None,
@@ -85,7 +90,7 @@ def crossover(
         out.print(f"model    {loaded.arch.name}: {loaded.source}; {loaded.dtype} on {loaded.device}", markup=False)
 
     with _disk_folder(directory) as folder:
-        makers = _tier_makers([name for name in wanted if name in TIERS], folder)
+        makers = _tier_makers([name for name in wanted if name != "auto-link"], folder)
         if calibrated is None:
             from kvlab.experiments.calibrate import calibrate as run_calibration
 
@@ -159,7 +164,9 @@ def crossover(
 def calibrate(
     model: ModelOption = "auto",
     text: TextOption = None,
-    tier: Annotated[list[str] | None, typer.Option(help="host, disk, xz or all; may be repeated.")] = None,
+    tier: Annotated[
+        list[str] | None, typer.Option(help="host, disk, xz, all, or a server (valkey://host:port); may be repeated.")
+    ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     block_size: BlockOption = "16",
@@ -175,7 +182,7 @@ def calibrate(
     from kvlab.records import write_json
 
     size = positive_count("--block-size", block_size)
-    names = [name for name in _tier_names(tier, None) if name in TIERS]
+    names = [name for name in _tier_names(tier, None) if name != "auto-link"]
     say = progress(quiet=as_json)
     loaded = _load_model(model, device, dtype, seed, say)
     with _disk_folder(directory) as folder:
@@ -218,9 +225,11 @@ def _tier_names(tiers: Sequence[str] | None, links: Sequence[str] | None) -> lis
         return ["host"] if links else ["host", "disk", "auto-link"]
     names: list[str] = []
     for name in tiers:
-        if name not in (*TIERS, "all"):
-            raise ValueError(f"unknown tier {name!r}; known tiers: {', '.join(TIERS)}, all")
+        if "://" not in name and name not in (*TIERS, "all"):
+            raise ValueError(f"unknown tier {name!r}; known tiers: {', '.join(TIERS)}, all, valkey://host:port")
         names += [n for n in (TIERS if name == "all" else (name,)) if n not in names]
+    if sum("://" in name for name in names) > 1:
+        raise ValueError("--tier names more than one server; in a record they would have the same name")
     return names
 
 
@@ -277,6 +286,7 @@ def _disk_folder(directory: Path | None) -> Iterator[Path]:
 
 
 def _tier_makers(names: Sequence[str], folder: Path) -> dict[str, TierFactory]:
+    """Makers of the tiers, by the name that a record has for them: a server's URL may hold a password."""
     from kvlab.tiers import DiskTier, HostTier
 
     known: dict[str, TierFactory] = {
@@ -284,7 +294,22 @@ def _tier_makers(names: Sequence[str], folder: Path) -> dict[str, TierFactory]:
         "disk": lambda: DiskTier(folder / "disk", DISK_TIER_BYTES),
         "xz": lambda: DiskTier(folder / "xz", DISK_TIER_BYTES, codec="xz"),
     }
-    return {name: known[name] for name in names}
+    known |= {url: _shared(url) for url in names if "://" in url}
+    return {"valkey" if "://" in name else name: known[name] for name in names}
+
+
+def _shared(url: str) -> TierFactory:
+    """A maker of tiers on a server, under names of this run's own, which are gone after a day whatever happens."""
+    from kvlab.tiers import ValkeyTier
+
+    namespace = f"kvlab-run-{uuid.uuid4().hex[:12]}"
+
+    def make() -> Tier:
+        # Patient: in a measurement a late answer is slow, not a miss.
+        return ValkeyTier(url, namespace=namespace, ttl_s=86400.0, timeout_s=60.0, lookup_timeout_s=10.0)
+
+    ValkeyTier(url, lookup_timeout_s=10.0).check()  # before anything is measured
+    return make
 
 
 def _emulated(gb_per_s: float, latency_s: float) -> TierFactory:

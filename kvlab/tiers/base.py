@@ -155,6 +155,10 @@ class Load(ABC):
         Raises OSError or ValueError like `read`.
         """
 
+    def lost(self, piece: Piece) -> tuple[int, str] | None:  # noqa: ARG002  (files are read whole, or not)
+        """The first block of `piece`, which has been read, that was no longer there, and why; those before it were."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Let go of files and let the blocks be evicted again."""
@@ -176,6 +180,9 @@ class Tier(ABC):
     @abstractmethod
     def open(self, geometry: Geometry, streams: Streams) -> None:
         """Prepare to hold blocks of this geometry. Raises TierError, or ValueError if already open for another one."""
+
+    def look_up(self, hashes: Sequence[bytes], fingerprint: Fingerprint) -> None:  # noqa: B027  (an index is at hand)
+        """`contains` is about to be asked for these: a tier that must ask somebody else for them does it here, once."""
 
     @abstractmethod
     def contains(self, block_hash: bytes, fingerprint: Fingerprint) -> bool:

@@ -72,6 +72,10 @@ class LinkTier(Tier):
         self._load_free_s = arrives
         return load
 
+    def look_up(self, hashes: Sequence[bytes], fingerprint: Fingerprint) -> None:
+        """Ask the tier; look-ups cost no time."""
+        self.tier.look_up(hashes, fingerprint)
+
     def contains(self, block_hash: bytes, fingerprint: Fingerprint) -> bool:
         """Ask the tier; look-ups cost no time."""
         return self.tier.contains(block_hash, fingerprint)
