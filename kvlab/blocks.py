@@ -61,6 +61,7 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._ref_count = [0] * num_blocks
         self._tables: dict[int, BlockTable] = {}
+        self._kept: set[int] = set()
 
     @property
     def free_blocks(self) -> int:
@@ -103,6 +104,18 @@ class BlockAllocator:
         for block in blocks:
             self._ref_count[block] += 1
         table.blocks.extend(blocks)
+
+    def keep(self, block: int) -> None:
+        """Hold one more reference to a held block, without a table: at most one for each block, a cache's."""
+        if self._ref_count[block] < 1 or block in self._kept:
+            raise ValueError(f"block {block} is free or kept already; only a held block can be kept, and once")
+        self._kept.add(block)
+        self._ref_count[block] += 1
+
+    def let_go(self, block: int) -> bool:
+        """End `keep`; returns whether the block became free. Raises KeyError for a block that is not kept."""
+        self._kept.remove(block)
+        return bool(self._unref((block,)))
 
     def fork(self, parent: BlockTable) -> BlockTable:
         """A second table over the same blocks and tokens (a branch); call `writable` before writing into either."""
@@ -159,8 +172,8 @@ class BlockAllocator:
         return freed
 
     def check_integrity(self) -> None:
-        """Assert that free + held = total, no block is free twice, and counts equal the tables' holdings."""
-        held: Counter[int] = Counter()
+        """Assert that free + held = total, no block is free twice, and counts are what tables hold and caches keep."""
+        held: Counter[int] = Counter(self._kept)
         for table in self._tables.values():
             assert len(set(table.blocks)) == len(table.blocks), f"a table holds a block twice: {table.blocks}"
             assert table.tokens <= table.capacity, f"a table claims {table.tokens} tokens in {table.capacity} slots"
@@ -173,7 +186,7 @@ class BlockAllocator:
         )
         for block in range(self.num_blocks):
             assert self._ref_count[block] == held[block], (
-                f"block {block} counts {self._ref_count[block]} references, but {held[block]} tables hold it"
+                f"block {block} counts {self._ref_count[block]} references, but {held[block]} hold it"
             )
 
     def _own(self, table: BlockTable) -> None:

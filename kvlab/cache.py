@@ -111,6 +111,10 @@ class Cache:
 
     def _held_nowhere(self, victims: list[CachedBlock]) -> list[CachedBlock]:
         """Those that would be lost."""
+        for salt in {entry.salt for entry in victims}:
+            hashes = [entry.block_hash for entry in victims if entry.salt == salt]
+            for tier in self.executor.tiers:
+                self.executor.look_up(tier, hashes, salt)
         return [entry for entry in victims if self.holder(entry.block_hash, entry.salt) is None]
 
     def _worth_storing(self, victims: list[CachedBlock]) -> list[CachedBlock]:
@@ -139,8 +143,7 @@ class Cache:
             by_salt.setdefault(entry.salt, []).append(entry)
         for salt, entries in by_salt.items():
             self.executor.store([e.block_hash for e in entries], [e.block for e in entries], salt)
-        for entry in victims:
-            self.free(self.index.remove(entry))
+        self.free([entry.block for entry in victims if self.index.remove(entry)])
         self.evicted_blocks += len(victims)
         return len(victims)
 

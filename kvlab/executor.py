@@ -60,12 +60,13 @@ class Outcome:
 
     Where a load is not valid to its end, the chunk behind it counts for nothing. `repeats`: how many decode steps were
     run at once, by an executor to which all tokens are alike; only in a step without chunks, and within the blocks that
-    the decodes have.
+    the decodes have. `waited_s`: for how long of the step nothing was computed, as bytes were still to come.
     """
 
     tokens: Mapping[Request, int]
     valid: Mapping[Load, int] = field(default_factory=dict)
     repeats: int = 1
+    waited_s: float = 0.0
 
 
 class Executor(Protocol):
@@ -83,8 +84,14 @@ class Executor(Protocol):
     def hashes(self, request: Request, first: int, last: int) -> list[bytes]:
         """Hashes of the request's full blocks [first, last); `request.hashes` has those before."""
 
+    def look_up(self, tier: str, hashes: Sequence[bytes], salt: str) -> None:
+        """`holds` is about to be asked for these blocks of a tier: what takes time is done here, for all at once."""
+
     def holds(self, tier: str, block_hash: bytes, salt: str) -> bool:
         """Whether a tier holds the block, or will when a store that has begun is over. No, while the tier hangs."""
+
+    def storing_bytes(self, tier: str, hashes: Sequence[bytes]) -> int:
+        """What stores still have to write to a tier before all these blocks, which it `holds`, can be loaded."""
 
     def store(self, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> None:
         """Copy blocks to the tiers, as many as they take; on return the blocks may be written again."""

@@ -7,12 +7,14 @@ know who runs, or what is computed instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvlab.blocks import BlockTable
 from kvlab.cache import Cache
 from kvlab.executor import Executor, Load
+from kvlab.policy import Option
 from kvlab.request import Request
+from kvlab.waiting import RecentRate
 
 __all__ = ["Loads"]
 
@@ -25,6 +27,7 @@ class Loads:
         self.under_way: list[Load] = []
         self.driven: dict[Request, Load] = {}  # by the request that computes behind it
         self.quarantine: list[Load] = []
+        self._blocks = {tier: RecentRate(executor.now()) for tier in executor.tiers}
 
     @property
     def abandoned(self) -> list[Load]:
@@ -46,9 +49,18 @@ class Loads:
         missing = set(hashes)
         return next((load for load in self.under_way if not missing.isdisjoint(load.hashes[load.first :])), None)
 
-    def queued_blocks(self, tier: str) -> int:
-        """Blocks that are asked of a tier and not here yet."""
-        return sum(len(load.table.blocks) for load in self.under_way if load.tier == tier)
+    def option(self, tier: str, prefix: int, hashes: Sequence[bytes], now_s: float) -> Option:
+        """What a load of the blocks with these `hashes`, up to token `prefix`, would find on its way."""
+        queued = [len(load.table.blocks) for load in self.under_way if load.tier == tier]
+        size = self.executor.block_bytes
+        asked_per_s = size * self._blocks[tier].per_second(now_s)
+        storing_bytes = self.executor.storing_bytes(tier, hashes)
+        return Option(tier, prefix, sum(queued) * size, len(queued), asked_per_s, storing_bytes)
+
+    def began(self, now_s: float) -> None:
+        """A request has begun to be served."""
+        for rate in self._blocks.values():
+            rate.begin(now_s)
 
     def begin(self, driver: Request, tier: str, hashes: list[bytes], first: int) -> Load:
         """Load blocks [first, …) of the chain `hashes` for `driver`, whose table gets them too."""
@@ -58,6 +70,7 @@ class Loads:
         blocks = allocator.grow(target, (len(hashes) - first) * allocator.block_size)
         allocator.share(driver.table, blocks)
         handle = self.executor.load(tier, hashes[first:], blocks, driver.salt)
+        self._blocks[tier].add(len(blocks))
         load = Load(tier, driver.salt, hashes, first, target, handle, driver)
         self.under_way.append(load)
         self.driven[driver] = load

@@ -19,7 +19,18 @@ from typing import Any, Literal
 from kvlab.arch import ModelArch, preset_names
 from kvlab.arithmetic import attention_flops, linear_flops
 
-__all__ = ["SCHEMA", "Curve", "Direction", "Link", "Machine", "Prefill", "PrefillSeen", "TransferSeen", "machine_names"]
+__all__ = [
+    "SCHEMA",
+    "Curve",
+    "Decode",
+    "Direction",
+    "Link",
+    "Machine",
+    "Prefill",
+    "PrefillSeen",
+    "TransferSeen",
+    "machine_names",
+]
 
 SCHEMA = "kvlab.machine/1"
 Direction = Literal["load", "store"]
@@ -155,6 +166,22 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class Decode:
+    """How long a decode pass takes: `per_pass_s` + rows · `per_row_s` + cached tokens of all rows · `per_token_s`.
+
+    Measured on the shape that the prefill was calibrated on, and said of no other.
+    """
+
+    per_pass_s: float
+    per_row_s: float
+    per_token_s: float
+
+    def seconds(self, rows: int, tokens: float) -> float:
+        """Seconds of one pass."""
+        return self.per_pass_s + rows * self.per_row_s + tokens * self.per_token_s
+
+
+@dataclass(frozen=True)
 class PrefillSeen:
     """One observed prefill: positions [start, stop) of `arch` took `seconds` on `tp` ranks."""
 
@@ -180,13 +207,14 @@ class TransferSeen:
 
 @dataclass(frozen=True)
 class Machine:
-    """Prefill curves and links of one rank, with where each number came from."""
+    """Prefill curves and links of one rank, with where each number came from; `decode` where it was measured."""
 
     name: str
     prefill: Prefill
     links: Mapping[str, Mapping[Direction, Link]]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     tp_efficiency: float = 0.85
+    decode: Decode | None = None
 
     def link(self, tier: str, direction: Direction = "load") -> Link:
         """The measured link of a tier. Raises ValueError naming the tiers this machine knows."""
@@ -298,6 +326,7 @@ class Machine:
                 links=links,
                 provenance=data.get("provenance", {}),
                 tp_efficiency=float(data.get("tp_efficiency", 0.85)),
+                decode=Decode(**data["decode"]) if data.get("decode") else None,
             )
         except KeyError as error:
             raise ValueError(f"{where} has no {error.args[0]!r}; the file is incomplete: calibrate again") from error
@@ -312,6 +341,7 @@ class Machine:
             "provenance": dict(self.provenance),
             "tp_efficiency": self.tp_efficiency,
             "prefill": _plain(self.prefill),
+            "decode": None if self.decode is None else dict(vars(self.decode)),
             "links": {
                 tier: {direction: _plain(link) for direction, link in directions.items()}
                 for tier, directions in self.links.items()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvlab.blocks import BlockAllocator, BlockTable
+from kvlab.blocks import BlockAllocator
 
 __all__ = ["CachedBlock", "PrefixIndex", "matched_blocks", "reloadable_tokens"]
 
@@ -44,12 +44,11 @@ class CachedBlock:
     position: int
     parent: bytes | None
     salt: str
-    table: BlockTable
     used_s: float
 
 
 class PrefixIndex:
-    """Full blocks in the pool by chained hash. Owns its entries and, by one-block tables, a reference to each block.
+    """Full blocks in the pool by chained hash. Owns its entries, and keeps a reference to each of their blocks.
 
     A block that nobody else holds is idle and can be evicted, but not before the blocks that come right behind it:
     without it they would be useless.
@@ -58,7 +57,8 @@ class PrefixIndex:
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
         self._entries: dict[bytes, CachedBlock] = {}
-        self._children: Counter[bytes] = Counter()  # entries by the hash of their parent, be that here or not
+        self._children: dict[bytes, int] = {}  # entries by the hash of their parent, be that here or not
+        self._ends: dict[bytes, CachedBlock] = {}  # entries without children here, which are few
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -87,13 +87,16 @@ class PrefixIndex:
         block_hash = hashes[index]
         if block_hash in self._entries:
             return
-        table = self._allocator.new_table()
-        self._allocator.share(table, [block])
+        self._allocator.keep(block)
         parent = hashes[index - 1] if index else None
         position = index * self._allocator.block_size
-        self._entries[block_hash] = CachedBlock(block_hash, block, position, parent, salt, table, now_s)
+        entry = CachedBlock(block_hash, block, position, parent, salt, now_s)
+        self._entries[block_hash] = entry
         if parent is not None:
-            self._children[parent] += 1
+            self._children[parent] = self._children.get(parent, 0) + 1
+            self._ends.pop(parent, None)
+        if block_hash not in self._children:
+            self._ends[block_hash] = entry
 
     def idle(self, entry: CachedBlock) -> bool:
         """Whether nobody but this index holds the block."""
@@ -107,12 +110,8 @@ class PrefixIndex:
         `among`: only blocks with these hashes.
         """
         known = self._entries if among is None else {h: self._entries[h] for h in among if h in self._entries}
-        # Ends of chains first, since they are few: this looks at every block of the pool.
-        heap = [
-            (value(entry), order, entry)
-            for order, (block_hash, entry) in enumerate(known.items())
-            if block_hash not in self._children and self.idle(entry)
-        ]
+        ends = (self._ends if among is None else {h: self._ends[h] for h in known if h in self._ends}).values()
+        heap = [(value(entry), order, entry) for order, entry in enumerate(ends) if self.idle(entry)]
         heapq.heapify(heap)
         chosen: list[CachedBlock] = []
         gone: Counter[bytes] = Counter()
@@ -123,18 +122,21 @@ class PrefixIndex:
             if parent is not None and self.idle(parent):
                 gone[parent.block_hash] += 1
                 if gone[parent.block_hash] == self._children[parent.block_hash]:  # it is the end of its chain now
-                    heapq.heappush(heap, (value(parent), len(known) + len(chosen), parent))
+                    heapq.heappush(heap, (value(parent), len(ends) + len(chosen), parent))
         if len(chosen) < count:  # only blocks in front of one that somebody holds are left: better useless than stuck
             taken = {entry.block_hash for entry in chosen}
             rest = [entry for h, entry in known.items() if h not in taken and self.idle(entry)]
             chosen += sorted(rest, key=lambda entry: -entry.position)[: count - len(chosen)]
         return chosen
 
-    def remove(self, entry: CachedBlock) -> list[int]:
-        """Forget an entry; returns its block if that has become free."""
+    def remove(self, entry: CachedBlock) -> bool:
+        """Forget an entry; returns whether its block has become free."""
         del self._entries[entry.block_hash]
+        self._ends.pop(entry.block_hash, None)
         if entry.parent is not None:
             self._children[entry.parent] -= 1
             if not self._children[entry.parent]:
                 del self._children[entry.parent]
-        return self._allocator.release(entry.table)
+                if entry.parent in self._entries:
+                    self._ends[entry.parent] = self._entries[entry.parent]
+        return self._allocator.let_go(entry.block)

@@ -24,9 +24,10 @@ from kvlab.cache import Cache
 from kvlab.counts import Counts
 from kvlab.executor import Chunk, Executor, Load, Outcome
 from kvlab.loads import Loads
-from kvlab.policy import Decision, Eviction, Option, Policy, Situation
+from kvlab.policy import Decision, Eviction, Policy, Situation
 from kvlab.prefix import matched_blocks, reloadable_tokens
 from kvlab.request import Request
+from kvlab.waiting import RecentRate
 
 __all__ = ["Counts", "Scheduler"]
 
@@ -69,6 +70,7 @@ class Scheduler:
         self._room_changed = False
         self.decisions: deque[Decision] = deque(maxlen=_DECISIONS_KEPT)
         self.counts = Counts()
+        self._prefilling_s = RecentRate(executor.now())
 
     @property
     def busy(self) -> bool:
@@ -122,7 +124,10 @@ class Scheduler:
         chunks, decodes = self._plan()
         produced: list[tuple[Request, int]] = []
         if chunks or decodes:
+            begin_s = self.executor.now()
             outcome = self.executor.run(chunks, decodes)
+            if chunks:
+                self._prefilling_s.add(self.executor.now() - begin_s - outcome.waited_s)
             for chunk in chunks:
                 if chunk.load is not None:
                     valid = outcome.valid[chunk.load]
@@ -153,8 +158,9 @@ class Scheduler:
         self.counts.computed_tokens += stop - start
         if start // size < stop // size:
             self.cache.name(request, stop // size)
+            now = self.executor.now()
             for index in range(start // size, stop // size):
-                self.index.insert(request.hashes, index, table.blocks[index], request.salt, self.executor.now())
+                self.index.insert(request.hashes, index, table.blocks[index], request.salt, now)
         if request in outcome.tokens:
             token = outcome.tokens[request]
             self.counts.generated_tokens += outcome.repeats
@@ -197,8 +203,8 @@ class Scheduler:
 
     def _decodes(self, request: Request) -> bool:
         """Whether all but the last token of a running request is computed."""
-        left = len(request.tokens) - request.computed
-        return left == 1 and request.computed > 0 and request in self.running and request not in self.loads.driven
+        computed = request.computed
+        return 0 < computed == len(request.tokens) - 1 and request in self.running and request not in self.loads.driven
 
     def _next_chunk(self, request: Request) -> Chunk:
         """What a request could compute next, were the budget large enough: up to its load, behind it, or to the end."""
@@ -254,6 +260,8 @@ class Scheduler:
             self.cache.park(request)
             request.state = "waiting"
             raise
+        self._prefilling_s.begin(now)
+        self.loads.began(now)
         self.counts.hit_tokens["pool"] += request.computed
         self.allocator.grow(table, most)
         self.running[request] = None
@@ -269,10 +277,11 @@ class Scheduler:
         # A partial block behind the resident ones makes way for a full one; a shared one would not give up its room.
         blocked = any(self.allocator.ref_count(block) > 1 for block in table.blocks[first:])
         for tier in () if blocked else self._untried(request):
+            self.executor.look_up(tier, wanted[first:], request.salt)
             held = matched_blocks(wanted[first:], partial(self.executor.holds, tier, salt=request.salt))
             if held:
-                queued_bytes = self.loads.queued_blocks(tier) * self.executor.block_bytes
-                options.append(Option(tier, (first + held) * size, queued_bytes))
+                found = wanted[first : first + held]
+                options.append(self.loads.option(tier, (first + held) * size, found, now))
         if not options:
             return
         decodes = sum(other.computed == len(other.tokens) - 1 for other in self.running)
@@ -288,6 +297,8 @@ class Scheduler:
                 decodes,
                 self.executor.groups,
                 len(self.waiting) - 1,
+                len(self.running) - decodes,
+                self._prefilling_s.per_second(now),
             )
         )
         decision.made_s = now

@@ -106,11 +106,27 @@ class TorchExecutor:
 
     # Tiers ------------------------------------------------------------------------------------------------------------
 
+    def look_up(self, tier: str, hashes: Sequence[bytes], salt: str) -> None:
+        """Let the tier find out what it holds, unless something of it is late."""
+        if not self.transfer.late(self._tiers[tier]):
+            self._tiers[tier].look_up(hashes, self.fingerprint(salt))
+
     def holds(self, tier: str, block_hash: bytes, salt: str) -> bool:
         """Whether the tier holds the block or is just being given it; no, while something of it is late."""
         if self.transfer.late(self._tiers[tier]):
             return False
         return (tier, block_hash) in self._storing or self._tiers[tier].contains(block_hash, self.fingerprint(salt))
+
+    def storing_bytes(self, tier: str, hashes: Sequence[bytes]) -> int:
+        """Of the stores that are not over, in their order, up to the last that brings one of these."""
+        self._poll()
+        wanted, moving, needed = set(hashes), 0, 0
+        for pending in self._stores:
+            if pending.tier.name == tier:
+                moving += pending.bytes_moved
+                if not wanted.isdisjoint(pending.store.hashes):
+                    needed = moving
+        return needed
 
     def store(self, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> None:
         """Into the first tier, and what finds no room there into the next; one that fails or hangs is passed over."""
@@ -149,6 +165,7 @@ class TorchExecutor:
             return
         victims = upper.victims(nbytes, keep)
         for fingerprint in self._fingerprints.values() if victims else ():
+            below[0].look_up(victims, fingerprint)
             wanted = [h for h in victims if upper.contains(h, fingerprint) and not below[0].contains(h, fingerprint)]
             if wanted:
                 try:
@@ -219,6 +236,7 @@ class TorchExecutor:
         """Prefill chunks one by one and decodes in a batch; chunks that wait for bytes come last."""
         tokens: dict[Request, int] = {}
         valid = {}
+        self._waited_s = 0.0
         for chunk in (chunk for chunk in chunks if chunk.load is None):
             self._prefill(chunk, tokens)
         if decodes:
@@ -231,7 +249,7 @@ class TorchExecutor:
             if chunk.load is not None:
                 valid[chunk.load] = self._prefill_behind(chunk, chunk.load.handle, tokens)
         self._poll()
-        return Outcome(tokens, valid)
+        return Outcome(tokens, valid, waited_s=self._waited_s)
 
     def _prefill(
         self, chunk: Chunk, tokens: dict[Request, int], before_layer: Callable[[int], None] | None = None
@@ -250,11 +268,13 @@ class TorchExecutor:
             group = self._group_of.get(layer)
             if group is None:
                 return
+            begin_s = self.now()
             # The model runs in inference mode; buffers that were made in it could not be written outside later.
             with torch.inference_mode(False):
                 reload = self._begun(handle, wait=True)
                 assert reload is not None, "a reload that was waited for has not begun"
                 valid = reload.wait_group(group)
+            self._waited_s += self.now() - begin_s
             if valid < reload.blocks:
                 raise _LoadFailedError
 

@@ -97,7 +97,8 @@ class Verdict:
     """What `decide` answers. The times are computed at once; crossings, split and explanation when asked for.
 
     `ttft_reload_s` = wait + reload of the prefix's whole blocks + prefill of the rest; `ttft_recompute_s` = prefill of
-    everything. `cost_*_s` adds the delay each way inflicts on active decodes times its value; `choice` compares costs.
+    everything. `cost_*_s` adds the delay each way inflicts on active decodes, and on those who load after it, times its
+    value; `choice` compares costs.
     """
 
     arch: ModelArch
@@ -123,6 +124,7 @@ class Verdict:
     suffix_s: float
     kv_bytes: int
     resident: int = 0
+    link_delay_value: float = 0.0
 
     @property
     def too_close(self) -> bool:
@@ -155,6 +157,7 @@ class Verdict:
             queued_bytes=self.queued_bytes,
             link_share=self.link_share,
             decode_delay_value=self.decode_delay_value,
+            link_delay_value=self.link_delay_value,
             overlap_groups=self.overlap_groups,
             resident=min(self.resident, prefix),
         )
@@ -218,8 +221,9 @@ class Verdict:
         for head in (low - 1, low):
             if 0 < head < blocks:
                 ttft_s = max(load_s(head), compute_s(head)) + rest_s
-                delay_s = compute_s(head) + rest_s + link.decode_slowdown * (load_s(head) - self.wait_s)
-                cost_s = ttft_s + self.decode_delay_value * delay_s
+                loading_s = load_s(head) - self.wait_s
+                delay_s = compute_s(head) + rest_s + link.decode_slowdown * loading_s
+                cost_s = ttft_s + self.decode_delay_value * delay_s + self.link_delay_value * loading_s
                 if best is None or cost_s < best.cost_s:
                     best = Split(head * size, (blocks - head) * size, ttft_s, cost_s)
         if best is None or best.cost_s >= min(self.cost_reload_s, self.cost_recompute_s):
@@ -268,9 +272,10 @@ class Verdict:
             *self._prefill_lines("recompute", self.resident, total),
             f"  time to first token by recompute {format_s(self.ttft_recompute_s)}",
         ]
-        if self.decode_delay_value:
+        if self.decode_delay_value or self.link_delay_value:
             lines.append(
-                f"delay to active decodes, valued {self.decode_delay_value:g} s per s: reload costs"
+                f"delay to others, valued {self.decode_delay_value:g} s per s of computing and"
+                f" {self.link_delay_value:g} s per s of the link: reload costs"
                 f" {format_s(self.cost_reload_s)}, recompute costs {format_s(self.cost_recompute_s)}"
             )
         lines += [
@@ -319,6 +324,7 @@ def decide(
     queued_bytes: int = 0,
     link_share: float = 1.0,
     decode_delay_value: float = 0.0,
+    link_delay_value: float = 0.0,
     overlap_groups: int = 1,
     allow_split: bool = False,
     resident: int = 0,
@@ -327,7 +333,8 @@ def decide(
 
     `queued_bytes` are ahead on the link; `link_share` (0, 1] is what other traffic leaves. `decode_delay_value` is
     what one second of delay to the active decodes is worth, in seconds of this request's time: recompute delays them
-    for the whole prefill, a reload for the suffix's prefill and for `decode_slowdown` of the copy. With `allow_split`
+    for the whole prefill, a reload for the suffix's prefill and for `decode_slowdown` of the copy. `link_delay_value`:
+    what a second for which the copy keeps the link is worth, to those who load after it. With `allow_split`
     the choice may be "split". With `overlap_groups` layer groups the suffix computes group i while group i + 1 arrives.
     `resident` tokens of the prefix (whole blocks) are in the pool already: neither way pays for them.
     Raises ValueError for values out of range and for a tier the machine does not know.
@@ -345,12 +352,14 @@ def decide(
         or queued_bytes < 0
         or not 0 < link_share <= 1
         or decode_delay_value < 0
+        or link_delay_value < 0
         or not 0 <= resident <= prefix
         or resident % block_size
     ):
         raise ValueError(
             f"block_size {block_size}, tp {tp}, overlap_groups {overlap_groups} must be at least 1;"
-            f" queued_bytes {queued_bytes}, decode_delay_value {decode_delay_value} at least 0;"
+            f" queued_bytes {queued_bytes}, decode_delay_value {decode_delay_value}, link_delay_value"
+            f" {link_delay_value} at least 0;"
             f" link_share {link_share} in (0, 1]; resident {resident} whole blocks of the prefix"
         )
     link, total = machine.link(tier), prefix + suffix
@@ -368,6 +377,7 @@ def decide(
     hidden_s = (1 - 1 / overlap_groups) * min(max(0.0, reload_s - link.per_request_s), suffix_s)
     ttft_reload_s = wait_s + reload_s + suffix_s - hidden_s
     cost_reload_s = ttft_reload_s + decode_delay_value * (suffix_s + link.decode_slowdown * reload_s)
+    cost_reload_s += link_delay_value * reload_s
     cost_recompute_s = recompute_s + decode_delay_value * recompute_s
     # The suffix's prefill is in both arms; only what differs between them adds to the spread of the difference.
     spread_s = math.hypot(link.spread * reload_s, machine.prefill.spread * (recompute_s - suffix_s))
@@ -395,6 +405,7 @@ def decide(
         suffix_s=suffix_s,
         kv_bytes=size_bytes,
         resident=resident,
+        link_delay_value=link_delay_value,
     )
     if allow_split and verdict.split is not None:
         return replace(verdict, choice="split")

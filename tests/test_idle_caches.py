@@ -16,7 +16,7 @@ ARCH, H100 = ModelArch.preset("llama-3.1-8b"), Machine.load("h100-sxm-pcie5")
 
 
 def block(position, used_s=0.0):
-    return CachedBlock(b"name", 0, position, None, "", None, used_s)
+    return CachedBlock(b"name", 0, position, None, "", used_s)
 
 
 def test_a_score_sees_the_whole_cache_up_to_its_block_the_way_back_and_how_long_it_was_idle():

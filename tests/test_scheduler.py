@@ -35,6 +35,12 @@ class Bill:
         size = self.block_size
         return block_hashes(FINGERPRINT, request.tokens[first * size : last * size], size, parent)
 
+    def storing_bytes(self, tier, hashes):
+        return 0
+
+    def look_up(self, tier, hashes, salt):
+        pass
+
     def holds(self, tier, block_hash, salt):
         return block_hash in self.host
 

@@ -90,6 +90,10 @@ class Paced(TorchExecutor):
         self.drain()  # what is under way is found by both, but is evicted by neither the same way
         self.bill.store(hashes, blocks, salt)
 
+    def storing_bytes(self, tier, hashes):
+        assert super().storing_bytes(tier, hashes) == 0, "it was drained"
+        return self.bill.storing_bytes(tier, hashes)
+
     def load(self, tier, hashes, blocks, salt):
         handle = super().load(tier, hashes, blocks, salt)
         handle.billed = self.bill.load(tier, hashes, blocks, salt)
@@ -111,8 +115,7 @@ class Paced(TorchExecutor):
         self.in_run = True
         outcome = super().run(chunks, decodes)
         self.in_run = False
-        self.bill.run(billed, decodes)
-        return outcome
+        return replace(outcome, waited_s=self.bill.run(billed, decodes).waited_s)
 
 
 class RealReplica(Replica):
@@ -126,7 +129,7 @@ class RealReplica(Replica):
             token_budget=shape.token_budget, max_running=shape.max_running, watermarks=shape.watermarks,
         )  # fmt: skip
 
-    def ask(self, request, tokens, new_tokens, arrival, at_s):
+    def ask(self, request, tokens, new_tokens, arrival, at_s, expected_s=0.0):
         session, turn = request.session, request.turn
         shared = session.shared_tokens if turn == 0 else 0
         more = text(512, seed=session.blocks[0])[:shared] if shared else []
@@ -136,7 +139,7 @@ class RealReplica(Replica):
             request.tokens = []
         request.begin_turn(more, new_tokens, arrival, at_s)
         self.scheduler.enqueue(request)
-        self.awaited.add(request)
+        self.awaited[request] = expected_s
 
 
 def agents_of(seed, count=12):
@@ -294,6 +297,9 @@ def test_a_load_waits_for_the_store_of_its_blocks():
     executor.store([b"a", b"b"], [0, 1], "")
     stored_s = tier.store_clock.free_s
     assert stored_s == H100.link("host", "store").transfer_s(2 * BLOCK, 2, 32)
+    store = H100.link("host", "store")
+    rate_gb_per_s = store.rate_gb_per_s(store.copy_bytes(BLOCK, 1, 32))
+    assert executor.storing_bytes("host", [b"b"]) == pytest.approx(stored_s * rate_gb_per_s * 1e9)
     loading = executor.load("host", [b"b"], [2], "")
     assert loading.begin_s == stored_s
     assert loading.due_s == stored_s + H100.link("host").transfer_s(BLOCK, 1, 32)
@@ -371,7 +377,9 @@ def test_only_an_oracle_has_no_regret():
 
 
 def test_regret_is_what_replaying_the_other_way_gains():
-    """One request that could load: the judge's cost of each way is what it takes when it is run."""
+    """One request that could load: the judge's cost of each way is what it takes when it is run, and the share of a
+    second by which each second of computing delays others, at a load of 3 %.
+    """
     sessions = (one_turn(0, 0.0, range(6)), one_turn(1, 50.0, range(10, 80)), one_turn(2, 100.0, range(6), tail=300))
     shape = cluster(blocks=75, host=1000, where=H100)
     made = {name: Simulator(Trace("t", sessions), shape, make_policy(name, H100)).run() for name in POLICIES[:2]}
@@ -379,7 +387,11 @@ def test_regret_is_what_replaying_the_other_way_gains():
     regret_s = {name: simulated.replicas[0].judge.regret_s for name, simulated in made.items()}
     assert ttft_s["reload"] < ttft_s["recompute"]
     assert regret_s["reload"] == 0
-    assert regret_s["recompute"] == pytest.approx(ttft_s["recompute"] - ttft_s["reload"], rel=1e-9)
+    at = made["recompute"].replicas[0].scheduler.decisions[-1].situation
+    assert 0.01 < at.delayed == at.load / (1 - at.load) < 0.05
+    computed_s = ttft_s["recompute"] - H100.prefill_s(ARCH, 6 * 512, 6 * 512 + 300)
+    gained_s = ttft_s["recompute"] - ttft_s["reload"] + at.delayed * computed_s
+    assert regret_s["recompute"] == pytest.approx(gained_s, rel=1e-9)
 
 
 def test_judges_pass_on_what_a_policy_refuses():
@@ -401,6 +413,21 @@ def test_a_router_by_prefix_finds_what_one_by_load_spreads():
     assert made["prefix"].hit_tokens["pool"] > 1.1 * made["load"].hit_tokens["pool"]
     assert made["kvlab"].ttft_mean_s < min(made["prefix"].ttft_mean_s, made["load"].ttft_mean_s)
     assert {report.requests for report in made.values()} == {300}
+
+
+def test_the_verdicts_router_bills_a_backlog_for_what_it_has_to_compute():
+    """A long prompt that is all cached is hardly any work: the next one goes behind it, not behind a short new one."""
+    sessions = (
+        one_turn(0, 0.0, range(40)),
+        one_turn(1, 50.0, range(40), tail=2),
+        one_turn(2, 50.0, range(100, 108)),
+        one_turn(3, 50.0, range(200, 208)),
+    )
+    simulated = Simulator(Trace("t", sessions), cluster(replicas=2, router="kvlab"), policies.Reload()).run()
+    first, second = (replica.scheduler.counts for replica in simulated.replicas)
+    assert first.hit_tokens["pool"] == 40 * 512
+    assert first.computed_tokens == (40 * 512 + 1) + 2 + (8 * 512 + 1)
+    assert second.computed_tokens == 8 * 512 + 1
 
 
 def test_a_shared_disk_is_found_by_every_replica():

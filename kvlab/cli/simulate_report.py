@@ -38,10 +38,10 @@ def show(trace: Trace, cluster: Cluster, reports: Mapping[str, PolicyReport]) ->
     _show_decisions(reports)
     for line in _comparison(reports):
         say(line)
-    if cluster.memory_gb_per_s is None:
+    if cluster.memory_gb_per_s is None and not cluster.decodes_measured:
         say(
-            "Decodes are priced by FLOPs alone, which is too little for an accelerator: give --memory-bandwidth, unless"
-            " the machine was calibrated."
+            "Decodes are priced by FLOPs alone, which is too little for an accelerator: give --memory-bandwidth, or a"
+            " machine that was calibrated with this model."
         )
 
 

@@ -1,4 +1,4 @@
-"""Measure a `Machine`: prefill rates apart for linear layers and attention, and each tier's link in both directions.
+"""Measure a `Machine`: prefill rates apart for linear layers and attention, decode passes, each tier's link both ways.
 
 Knows clocks and the rig. The curves it returns pass through the medians it measured; raw samples go into provenance.
 """
@@ -16,13 +16,24 @@ from kvlab.arch import ModelArch
 from kvlab.arithmetic import attention_flops, linear_flops
 from kvlab.experiments.rig import Rig
 from kvlab.fingerprint import block_hashes
-from kvlab.machine import Curve, Direction, Link, Machine, Prefill
+from kvlab.machine import Curve, Decode, Direction, Link, Machine, Prefill
 from kvlab.model import Model
 from kvlab.pool import TORCH_DTYPES
 from kvlab.records import machine_facts, median, now_utc
 from kvlab.tiers import DiskTier, Tier
 
-__all__ = ["PrefillSample", "TierFactory", "calibrate", "fit_link", "fit_prefill", "measure_link", "scattered"]
+__all__ = [
+    "DecodeSample",
+    "PrefillSample",
+    "TierFactory",
+    "calibrate",
+    "fit_decode",
+    "fit_link",
+    "fit_prefill",
+    "measure_link",
+    "relative_spread",
+    "scattered",
+]
 
 Progress = Callable[[str], None]
 # A tier is opened anew for each block layout it is measured with, so calibration takes makers, not tiers.
@@ -32,6 +43,8 @@ _ROWS = (16, 32, 64, 128, 256, 512)
 _CACHED_ROWS = (16, 128, 512)
 _CACHED_TOKENS = 1024
 _WHOLE_TOKENS = 1024
+_DECODE_ROWS = (1, 3)
+_DECODE_CACHED = (16, 512)  # of the longest row
 _LADDER_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 _LINK_BUDGET_S = 10.0  # for one ladder of transfers; what bounds it is a tier that compresses
 _DIRECTIONS: tuple[Direction, ...] = ("load", "store")
@@ -43,6 +56,15 @@ class PrefillSample:
 
     rows: int
     cached: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class DecodeSample:
+    """One timed decode pass: `rows` sequences with `tokens` cached in all took each of `seconds`."""
+
+    rows: int
+    tokens: int
     seconds: tuple[float, ...]
 
 
@@ -66,6 +88,8 @@ def calibrate(
     with Rig(model, block_size=block_size, max_tokens=longest) as rig:
         progress("prefill: linear layers and attention, apart")
         samples = _time_prefill(rig, tokens[:longest], budget_s * 0.7)
+        progress("decode: passes of few and of more rows")
+        decode_samples = _time_decode(rig, tokens[:longest], budget_s * 0.2)
         head_s = _time_head(model.arch, model.dtype, model.device)
         prefill = fit_prefill(model.arch, samples, head_s, model.dtype)
     links: dict[str, dict[Direction, Link]] = {}
@@ -78,6 +102,7 @@ def calibrate(
         name=str(facts.get("gpu") or facts["cpu"]),
         prefill=prefill,
         links=links,
+        decode=fit_decode(decode_samples),
         provenance={
             "kind": "live",
             "when": now_utc(),
@@ -86,6 +111,7 @@ def calibrate(
             "model": model.arch.name,
             "weights": model.source,
             "prefill_samples": [vars(sample) | {"seconds": list(sample.seconds)} for sample in samples],
+            "decode_samples": [vars(sample) | {"seconds": list(sample.seconds)} for sample in decode_samples],
             "head_s": head_s,
         },
     )
@@ -110,6 +136,54 @@ def _time_prefill(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[Pref
                 seconds[rows, behind].append(rig.prefill(tokens[behind : behind + rows], table, behind).ttft_s)
     rig.release(table)
     return [PrefillSample(rows, behind, tuple(seconds[rows, behind])) for rows, behind in grid]
+
+
+def _time_decode(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[DecodeSample]:
+    """Interleaved rounds over rows and cached tokens. Rows are of unequal length, as in traffic: each further one is an
+    eighth of the longest shorter, since what pads them, and the mask that hides it, take time too.
+    """
+    few, most = _DECODE_CACHED[0], min(_DECODE_CACHED[-1], len(tokens) - 1)
+    tables = [rig.table(most + 1) for _ in range(max(_DECODE_ROWS))]
+    for table in tables:
+        rig.prefill(tokens[:most], table)
+    grid = [(rows, cached) for rows in _DECODE_ROWS for cached in (few, most)]
+    seconds: dict[tuple[int, int], list[float]] = {case: [] for case in grid}
+    begun = time.perf_counter()
+    for done in range(16):
+        if done > 3 and (time.perf_counter() - begun) * (done + 1) / done > budget_s:
+            break
+        for rows, cached in grid:
+            blocks, lengths = [table.blocks for table in tables[:rows]], _unequal(rows, cached)
+            ids = torch.tensor([tokens[length] for length in lengths])
+            begin = time.perf_counter()
+            logits = rig.model.decode(ids, rig.pool, blocks, lengths)
+            int(logits[-1].argmax())
+            if done:  # the first round is warm-up
+                seconds[rows, cached].append(time.perf_counter() - begin)
+    for table in tables:
+        rig.release(table)
+    return [DecodeSample(rows, sum(_unequal(rows, cached)), tuple(seconds[rows, cached])) for rows, cached in grid]
+
+
+def _unequal(rows: int, longest: int) -> list[int]:
+    return [longest - row * longest // 8 for row in range(rows)]
+
+
+def fit_decode(samples: Sequence[DecodeSample]) -> Decode:
+    """The least-squares plane through the medians, of which no part is below 0.
+
+    A part that comes out negative is noise: it is left out and the others are fitted again.
+    """
+    columns = np.array([[1.0, s.rows, s.tokens] for s in samples])
+    medians = np.array([median(s.seconds) for s in samples])
+    used = [0, 1, 2]
+    while True:
+        fitted = np.linalg.lstsq(columns[:, used], medians, rcond=None)[0]
+        if fitted.min() >= 0:
+            break
+        used.pop(int(fitted.argmin()))
+    parts = dict.fromkeys(range(3), 0.0) | dict(zip(used, map(float, fitted), strict=True))
+    return Decode(parts[0], parts[1], parts[2])
 
 
 def _time_head(arch: ModelArch, dtype: str, device: torch.device) -> float:
@@ -155,7 +229,7 @@ def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float
         attention_flops_per_s=attention_curve,
         calibrated_on=arch.name,
         dtype=dtype,
-        spread=_spread([s.seconds for s in samples]),
+        spread=relative_spread([s.seconds for s in samples]),
         source="measured",
     )
 
@@ -179,7 +253,7 @@ def measure_link(
         small = _time_transfers(model, tokens, make_tier, quarter, 1, [4 * most], repeats)
     groups = min(8, len(model.arch.layers))
     grouped = _time_transfers(model, tokens, make_tier, block_size, groups, [most], repeats) if groups > 1 else {}
-    spread = {direction: _spread([samples[direction] for samples in base.values()]) for direction in _DIRECTIONS}
+    spread = {name: relative_spread([samples[name] for samples in base.values()]) for name in _DIRECTIONS}
     links = []
     for direction in _DIRECTIONS:
         times = {blocks: median(samples[direction]) for blocks, samples in base.items()}
@@ -270,7 +344,7 @@ def _intercept(points: Sequence[tuple[float, float]]) -> float:
     return float(np.polyfit(sizes, values, 1)[1])
 
 
-def _spread(samples: Sequence[Sequence[float]]) -> float:
+def relative_spread(samples: Sequence[Sequence[float]]) -> float:
     """Relative scatter of single timings about their medians: 1.4826 × the median absolute deviation, at least 1 %."""
     deviations = [abs(value / median(group) - 1) for group in samples for value in group]
     return max(0.01, 1.4826 * median(deviations))

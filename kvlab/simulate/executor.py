@@ -18,7 +18,7 @@ from typing import Protocol
 from kvlab.arch import ModelArch
 from kvlab.arithmetic import attention_flops, kv_bytes, linear_flops
 from kvlab.executor import Chunk, Outcome
-from kvlab.machine import Machine
+from kvlab.machine import Decode, Machine
 from kvlab.request import Request
 from kvlab.simulate.tier import BilledTier
 
@@ -44,10 +44,10 @@ class Named(Protocol):
 class DecodeCost:
     """Seconds of decode passes, each one row a request, on `machine`.
 
-    A pass takes what its FLOPs take, as a prefill of as many rows would, and at least as long as reading weights (two
-    bytes each) and caches once at `memory_gb_per_s`. None: FLOPs alone count, which is right where the machine's
-    curves were measured down to a few rows, and far too little for an accelerator of which only long prefills are
-    published. Experts that a batch reads beyond those of one token are left out.
+    Where passes of this shape were measured, that is what they take. Elsewhere a pass takes what its FLOPs take, as a
+    prefill of as many rows would, and at least as long as reading weights (two bytes each) and caches once at
+    `memory_gb_per_s`. None: FLOPs alone count, which is far too little for an accelerator of which only long prefills
+    are published. Experts that a batch reads beyond those of one token are left out.
     """
 
     machine: Machine
@@ -55,9 +55,16 @@ class DecodeCost:
     token_bytes: float
     memory_gb_per_s: float | None = None
 
+    @property
+    def measured(self) -> Decode | None:
+        """What was measured of passes of this shape."""
+        return None if self.machine.decode is None or self.machine.extrapolated(self.arch) else self.machine.decode
+
     def seconds(self, rows: int, positions: int, steps: int = 1) -> float:
         """`steps` passes of `rows` requests with `positions` cached tokens in all before the first."""
-        prefill, arch = self.machine.prefill, self.arch
+        measured, prefill, arch = self.measured, self.machine.prefill, self.arch
+        if measured is not None:
+            return steps * measured.seconds(rows, positions + rows * (steps - 1) / 2)  # a row grows by one each step
         # Between two neighbouring positions attention is linear, so that this is the sum over rows of unequal length.
         each, more = divmod(positions, rows)
         attention = (rows - more) * attention_flops(arch, each, each + steps)
@@ -127,7 +134,8 @@ class BillingExecutor:
         self.block_bytes = kv_bytes(arch, block_size, kv_dtype, 1, block_size)
         self.tiers = tuple(tier.name for tier in tiers)
         self.arch, self.machine, self.kv_dtype = arch, machine, kv_dtype
-        self.decode_cost = DecodeCost(machine, arch, self.block_bytes / block_size, memory_gb_per_s)
+        # Servers decode MLA on its latents; projecting all of them again for one token each would be far too dear.
+        self.decode_cost = DecodeCost(machine, arch.absorbed, self.block_bytes / block_size, memory_gb_per_s)
         self.billed_tiers = {tier.name: tier for tier in tiers}
         self.clock_s = 0.0
         self.horizon_s = math.inf
@@ -161,9 +169,19 @@ class BillingExecutor:
 
     # Tiers ------------------------------------------------------------------------------------------------------------
 
+    def look_up(self, tier: str, hashes: Sequence[bytes], salt: str) -> None:
+        """Nothing to do: what tiers hold is known here."""
+
     def holds(self, tier: str, block_hash: bytes, salt: str) -> bool:  # noqa: ARG002
         """Whether a tier holds the block; tenants' names differ anyway."""
         return block_hash in self.billed_tiers[tier]
+
+    def storing_bytes(self, tier: str, hashes: Sequence[bytes]) -> int:
+        """What the tier's link writes until the last of these is there, copies of one block at a time."""
+        held = self.billed_tiers[tier]
+        link = held.store_clock.link
+        rate_gb_per_s = link.rate_gb_per_s(link.copy_bytes(self.block_bytes, 1, held.store_clock.layers))
+        return round(max(0.0, held.ready_s(hashes) - self.clock_s) * rate_gb_per_s * 1e9)
 
     def store(self, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> None:  # noqa: ARG002
         """Into the first tier, and what finds no room there into the next."""
@@ -232,7 +250,7 @@ class BillingExecutor:
     def run(self, chunks: Sequence[Chunk], decodes: Sequence[Request]) -> Outcome:
         """Prefill chunks one by one, then decodes in a batch, then chunks behind their loads."""
         tokens: dict[Request, int] = {}
-        valid, repeats = {}, 1
+        valid, repeats, stalled_s = {}, 1, self.stalled_s
         for chunk in (chunk for chunk in chunks if chunk.load is None):
             self._prefill(chunk, self.machine.prefill_s(self.arch, chunk.start, chunk.stop), tokens)
         if decodes:
@@ -245,7 +263,7 @@ class BillingExecutor:
             if chunk.load is not None:
                 self._prefill_behind(chunk, chunk.load.handle, tokens)
                 valid[chunk.load] = self.finish(chunk.load.handle)
-        return Outcome(tokens, valid, repeats)
+        return Outcome(tokens, valid, repeats, self.stalled_s - stalled_s)
 
     def _prefill(self, chunk: Chunk, took_s: float, tokens: dict[Request, int]) -> None:
         self.clock_s += took_s

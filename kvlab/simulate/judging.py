@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvlab.machine import Link, Machine
-from kvlab.policy import Calibrated, Decision, Option, Policy, Recompute, Reload, Situation, Threshold
+from kvlab.machine import Decode, Link, Machine
+from kvlab.policy import Calibrated, Decision, Option, Policy, Recompute, Reload, Situation, Threshold, delayed_loads
 from kvlab.simulate.executor import BillingExecutor
 
 __all__ = ["POLICIES", "Judge", "Oracle", "drawn_away", "make_policy"]
@@ -22,10 +22,8 @@ __all__ = ["POLICIES", "Judge", "Oracle", "drawn_away", "make_policy"]
 # SGLang's prefetch_threshold, the same order as the fixed thresholds of LMCache and llm-d (see `kvlab.settings`).
 THRESHOLD_TOKENS = 256
 
-# A second of work delays those who wait now, and those who come before the queue is empty: 1 / (1 - load) times as many
-# in all, as in a busy period. A decision does not know the load; this is 2, as at half load. (With 1, which leaves out
-# all who are still to come, the verdict lost up to 3 % to always reloading in `experiments.policies`.)
-QUEUE_DELAY_VALUE = 2.0
+# Mean time to first token is what policies are judged by: a second that another waits counts like one's own.
+QUEUE_DELAY_VALUE = 1.0
 
 POLICIES = ("reload", "recompute", "threshold", "idle-blind", "calibrated", "oracle")
 
@@ -57,11 +55,15 @@ def drawn_away(machine: Machine, share: float, seed: int) -> Machine:
         linear_flops_per_s=machine.prefill.linear_flops_per_s.scaled(factor()),
         attention_flops_per_s=machine.prefill.attention_flops_per_s.scaled(factor()),
     )
+    decode, slower = machine.decode, factor()
+    if decode is not None:
+        parts = (decode.per_pass_s, decode.per_row_s, decode.per_token_s)
+        decode = Decode(*(part * slower for part in parts))
     links = {
         tier: {direction: other(link) for direction, link in directions.items()}
         for tier, directions in machine.links.items()
     }
-    return replace(machine, prefill=prefill, links=links)
+    return replace(machine, prefill=prefill, decode=decode, links=links)
 
 
 def make_policy(name: str, believed: Machine) -> Policy | None:
@@ -101,19 +103,26 @@ class Oracle(Policy):
         blocks = (option.prefix - situation.resident) // situation.block_size
         copy_bytes = clock.link.copy_bytes(blocks * self.executor.block_bytes, blocks, clock.layers)
         rate_gb_per_s = clock.link.rate_gb_per_s(copy_bytes)
-        return replace(option, queued_bytes=round(clock.wait_s(self.executor.clock_s) * rate_gb_per_s * 1e9))
+        return replace(option, queued_bytes=round(self._wait_s(option) * rate_gb_per_s * 1e9))
+
+    def _wait_s(self, option: Option) -> float:
+        """Until a load can begin: behind those before it, and behind the stores that it needs."""
+        tier = self.executor.billed_tiers[option.tier]
+        store = tier.store_clock
+        rate_gb_per_s = store.link.rate_gb_per_s(store.link.copy_bytes(self.executor.block_bytes, 1, store.layers))
+        return max(tier.load_clock.wait_s(self.executor.clock_s), option.storing_bytes / (rate_gb_per_s * 1e9))
 
     def cost_s(self, decision: Decision) -> float:
         """What any choice truly costs: its time to first token, and its delay to those who wait or come soon."""
         executor, situation = self.executor, decision.situation
         machine, arch = executor.machine, executor.arch
-        delayed = QUEUE_DELAY_VALUE * situation.waiting
+        delayed = QUEUE_DELAY_VALUE * situation.delayed
         if decision.option is None:
             return machine.prefill_s(arch, situation.resident, situation.prompt) * (1 + delayed)
         clock = executor.billed_tiers[decision.option.tier].load_clock
         blocks = (decision.stop - decision.start) // situation.block_size
         load_s = clock.link.transfer_s(blocks * executor.block_bytes, blocks, clock.layers)
-        wait_s = clock.wait_s(executor.clock_s)
+        wait_s = self._wait_s(decision.option)
         head_s = machine.prefill_s(arch, situation.resident, decision.start)
         rest_s = machine.prefill_s(arch, decision.stop, situation.prompt)
         if head_s:
@@ -121,7 +130,8 @@ class Oracle(Policy):
         else:  # layer groups load while those before them compute, once the request's own seconds are over
             streamed_s = load_s - clock.link.per_request_s
             ttft_s = wait_s + load_s + rest_s - (1 - 1 / situation.groups) * min(streamed_s, rest_s)
-        return ttft_s + delayed * (head_s + rest_s + clock.link.decode_slowdown * load_s)
+        loads = QUEUE_DELAY_VALUE * delayed_loads(machine, situation, decision.option)
+        return ttft_s + delayed * (head_s + rest_s + clock.link.decode_slowdown * load_s) + loads * load_s
 
 
 @dataclass

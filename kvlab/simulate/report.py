@@ -83,7 +83,7 @@ def report(simulated: Simulated, wall_s: float) -> PolicyReport:
         output_tokens_per_s=sum(c.generated_tokens for c in counts) / covered_s,
         accelerator_busy=sum(replica.executor.busy_s for replica in replicas) / len(replicas) / covered_s,
         rho=rho,
-        unstable=any(value is None or value >= 1 for value in rho.values()),
+        unstable=any(value >= 1 if value is not None else len(times) > 1 for value in rho.values()),
         decisions=dict(reasons.most_common()),
         preemptions=sum(c.preemptions for c in counts),
         steps=sum(c.steps for c in counts),

@@ -15,11 +15,11 @@ from typing import Any, Literal, cast
 from kvlab.arch import ModelArch
 from kvlab.arithmetic import kv_bytes
 from kvlab.machine import Machine
-from kvlab.policy import LRU, Calibrated, Eviction, Option, Policy, Situation
+from kvlab.policy import LRU, Calibrated, Eviction, Policy, Situation
 from kvlab.prefix import matched_blocks, reloadable_tokens
 from kvlab.request import Request
 from kvlab.scheduler import Scheduler
-from kvlab.simulate.executor import BillingExecutor
+from kvlab.simulate.executor import BillingExecutor, DecodeCost
 from kvlab.simulate.judging import Judge, Oracle
 from kvlab.simulate.tier import BilledTier
 from kvlab.simulate.trace import BLOCK_TOKENS, Session, Trace
@@ -77,6 +77,11 @@ class Cluster:
         return kv_bytes(self.arch, self.block_size, self.kv_dtype, 1, self.block_size)
 
     @property
+    def decodes_measured(self) -> bool:
+        """Whether decode passes of this model were measured on the machine."""
+        return DecodeCost(self.machine, self.arch, 0.0).measured is not None
+
+    @property
     def pool_blocks(self) -> int:
         """Blocks in one replica's pool."""
         return self.pool_bytes // self.block_bytes
@@ -125,7 +130,11 @@ class _Arrival:
 
 
 class Replica:
-    """One engine without a model. Owns scheduler, executor and judge; `backlog_tokens` wait for their first token."""
+    """One engine without a model. Owns scheduler, executor and judge.
+
+    `awaited` are the requests without a first token, each with the seconds of computing that its router expects of it;
+    `backlog_tokens` are those of their prompts.
+    """
 
     def __init__(self, cluster: Cluster, policy: Policy | None, eviction: Eviction, disk: BilledTier | None) -> None:
         tiers = [cluster.tier("host", cluster.host_bytes)] if cluster.host_bytes else []
@@ -155,23 +164,42 @@ class Replica:
         )
         self.cluster = cluster
         self.backlog_tokens = 0
-        self.awaited: set[Request] = set()
+        self.awaited: dict[Request, float] = {}
 
-    def ask(self, request: _Asked, tokens: int, new_tokens: int, arrival: int, at_s: float) -> None:
+    def ask(
+        self, request: _Asked, tokens: int, new_tokens: int, arrival: int, at_s: float, expected_s: float = 0.0
+    ) -> None:
         """Let a request's next turn wait here; it came at `at_s`."""
         self.executor.wait_until(at_s)
         request.begin_turn(range(tokens), new_tokens, arrival, at_s)
         self.scheduler.enqueue(request)
         self.backlog_tokens += len(request.tokens)
-        self.awaited.add(request)
+        self.awaited[request] = expected_s
 
     def answered(self, request: Request) -> bool:
         """Whether the token that it has just got is the first of its turn."""
         if request not in self.awaited:
             return False
-        self.awaited.remove(request)
+        del self.awaited[request]
         self.backlog_tokens -= request.prompt
         return True
+
+    def backlog_s(self) -> float:
+        """Computing that is expected before all who wait here have their first token."""
+        machine, arch = self.cluster.machine, self.cluster.arch
+        return sum(
+            min(expected_s, machine.prefill_s(arch, request.computed, len(request.tokens)))
+            for request, expected_s in self.awaited.items()
+        )
+
+    def decode_pass_s(self) -> float:
+        """What a decode pass of those who have their first token takes, as far as is believed."""
+        rows = [request.computed for request in self.scheduler.running if request not in self.awaited]
+        cost = DecodeCost(
+            self.cluster.machine, self.cluster.arch.absorbed, self.executor.decode_cost.token_bytes,
+            self.cluster.memory_gb_per_s,
+        )  # fmt: skip
+        return cost.seconds(len(rows), sum(rows)) if rows else 0.0
 
     def situation(self, session: Session, prompt: int) -> Situation:
         """What a request would find here."""
@@ -182,7 +210,8 @@ class Replica:
         for tier in executor.billed_tiers.values():
             held = matched_blocks(wanted[first:], tier.__contains__)
             if held:
-                options.append(Option(tier.name, (first + held) * size))
+                found, loads = wanted[first : first + held], self.scheduler.loads
+                options.append(loads.option(tier.name, (first + held) * size, found, executor.now()))
         return Situation((session.id, 0), executor.arch, executor.kv_dtype, size, prompt, first * size, tuple(options))
 
 
@@ -248,7 +277,9 @@ class Simulator:
     def _arrive(self, arrival: _Arrival) -> None:
         session, turn = arrival.session, arrival.session.turns[arrival.turn]
         context = 0 if arrival.request is None else len(arrival.request.tokens)
-        replica = self._router(self.replicas, session, context + turn.input_tokens)
+        replica, expected_s = self.replicas[0], 0.0
+        if len(self.replicas) > 1:
+            replica, expected_s = self._router(self.replicas, session, context + turn.input_tokens)
         request, tokens = arrival.request, turn.input_tokens
         if request is None or replica is not arrival.replica:
             if request is not None and arrival.replica is not None:
@@ -257,7 +288,7 @@ class Simulator:
             request = _Asked(session.id, cast(Any, _Untold()), 1, session=session, turn=arrival.turn)
             tokens += context
         self._asked += 1
-        replica.ask(request, tokens, turn.output_tokens, self._asked, arrival.at_s)
+        replica.ask(request, tokens, turn.output_tokens, self._asked, arrival.at_s, expected_s)
         self.result.first_s = min(self.result.first_s, arrival.at_s)
         self.result.last_s = max(self.result.last_s, arrival.at_s)
 
@@ -287,15 +318,15 @@ def _clock(replica: Replica) -> float:
     return replica.executor.clock_s
 
 
-# Routers --------------------------------------------------------------------------------------------------------------
+# Routers: where a request goes, and the seconds of computing that are expected of it there (0: nobody asked) ----------
 
 
-def _by_load(replicas: Sequence[Replica], session: Session, prompt: int) -> Replica:  # noqa: ARG001
+def _by_load(replicas: Sequence[Replica], session: Session, prompt: int) -> tuple[Replica, float]:  # noqa: ARG001
     """Where the fewest prompt tokens wait."""
-    return min(replicas, key=lambda replica: replica.backlog_tokens)
+    return min(replicas, key=lambda replica: replica.backlog_tokens), 0.0
 
 
-def _by_prefix(replicas: Sequence[Replica], session: Session, prompt: int) -> Replica:
+def _by_prefix(replicas: Sequence[Replica], session: Session, prompt: int) -> tuple[Replica, float]:
     """Where most of the prompt is held, in the pool or a tier; among equals where the fewest tokens wait."""
 
     def worth(replica: Replica) -> tuple[int, int]:
@@ -303,23 +334,34 @@ def _by_prefix(replicas: Sequence[Replica], session: Session, prompt: int) -> Re
         held = max([situation.resident, *(option.prefix for option in situation.options)])
         return -held, replica.backlog_tokens
 
-    return min(replicas, key=worth)
+    return min(replicas, key=worth), 0.0
 
 
-def _by_verdict(replicas: Sequence[Replica], session: Session, prompt: int) -> Replica:
-    """Where the first token is expected soonest: what waits there is computed first, then the cheaper way is taken."""
+def _by_verdict(replicas: Sequence[Replica], session: Session, prompt: int) -> tuple[Replica, float]:
+    """Where the first token is expected soonest: what waits there is computed first, as far as it is not cached, and
+    each step takes a decode pass along.
+    """
 
-    def ttft_s(replica: Replica) -> float:
+    def expected_s(replica: Replica) -> tuple[float, float]:
+        """Until the first token, and of computing."""
         cluster, situation = replica.cluster, replica.situation(session, prompt)
-        step_s = cluster.machine.prefill_s(cluster.arch, 0, cluster.token_budget)
-        queue_s = replica.backlog_tokens / cluster.token_budget * step_s
-        ways = [cluster.machine.prefill_s(cluster.arch, situation.resident, prompt)]
+        machine, arch = cluster.machine, cluster.arch
+        ttft_s = work_s = machine.prefill_s(arch, situation.resident, prompt)
         if situation.options:
-            decision = Calibrated(cluster.machine).decide(situation)
-            ways += [s for s in (decision.ttft_reload_s, decision.ttft_split_s) if s is not None]
-        return queue_s + min(ways)
+            decision = Calibrated(machine).decide(situation)
+            if decision.option is not None:
+                head_s = machine.prefill_s(arch, situation.resident, decision.start)
+                work_s = head_s + machine.prefill_s(arch, decision.stop, prompt)
+                way_s = decision.ttft_split_s if decision.choice == "split" else decision.ttft_reload_s
+                assert way_s is not None, "a verdict without its time"
+                ttft_s = way_s
+        queue_s = replica.backlog_s()
+        steps = (queue_s + work_s) / machine.prefill_s(arch, 0, cluster.token_budget)
+        return queue_s + ttft_s + max(1.0, steps) * replica.decode_pass_s(), work_s
 
-    return min(replicas, key=ttft_s)
+    expected = {replica: expected_s(replica) for replica in replicas}
+    best = min(replicas, key=lambda replica: expected[replica][0])
+    return best, expected[best][1]
 
 
 _ROUTERS = {"load": _by_load, "prefix": _by_prefix, "kvlab": _by_verdict}

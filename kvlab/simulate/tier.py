@@ -78,7 +78,7 @@ class BilledTier:
         if need <= 0:
             return []
         keep = frozenset(protect)
-        idle = (h for h in self._ready_s if h not in keep and not self._readers[h])
+        idle = (h for h in self._ready_s if h not in keep and h not in self._readers)
         return list(islice(idle, need))
 
     def make_room(self, hashes: Sequence[bytes], protect: Collection[bytes] = ()) -> list[bytes]:
