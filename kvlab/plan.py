@@ -146,12 +146,14 @@ def plan(
     accelerator for a recompute, the longer of link and accelerator for a reload. Waits are those of M/D/1 queues
     (`waiting.wait_quantile`), so that a way's time at the percentile is its idle time + quantile × its longest part.
     `percentile` % of requests must meet `ttft_slo_s`. Raises ValueError for values out of range, for prefixes that the
-    model cannot hold, and for no prefix at all.
+    model cannot hold, and for no prefix or no tier at all.
     """
     if not prefixes or min(prefixes) < 1:
         raise ValueError(f"prefixes are {list(prefixes)}; expected at least one, of at least 1 token each")
     if ttft_slo_s is not None and not (math.isfinite(ttft_slo_s) and ttft_slo_s > 0):
         raise ValueError(f"time-to-first-token limit is {ttft_slo_s} seconds; expected a positive, finite time")
+    if not machine.links:
+        raise ValueError(f"machine {machine.name!r} has no link to any tier; give one, as in --link 50GB/s")
     ask = _Question(arch, machine, suffix, tp, kv_dtype, block_size, wait_quantile(load, percentile))
     lengths, first = sorted(set(prefixes)), next(iter(machine.links))
     ask.verdict(first, lengths[-1])  # refuses what the model or the machine cannot do, before anything else

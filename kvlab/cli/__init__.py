@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvlab.cli import bench, cache, chat, crossover, doctor, grade, lab, model, plan, simulate
+from kvlab.cli import bench, cache, chat, crossover, doctor, grade, lab, model, plan, probe, simulate
 from kvlab.cli.console import command
 
 __all__ = ["app", "main"]
@@ -15,12 +15,14 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes around help would cost a tenth of a second at every start
 )
 app.command()(command(crossover.crossover))
 app.command()(command(crossover.calibrate))
 app.command()(command(plan.plan))
+app.command()(command(probe.probe))
 app.command()(command(simulate.simulate))
-app.command()(command(bench.bench))
+app.command(epilog=bench.EPILOG)(command(bench.bench))
 app.command()(command(doctor.doctor))
 app.command()(command(chat.chat))
 app.command()(command(lab.lab))

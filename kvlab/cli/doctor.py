@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,6 +95,8 @@ _LAB = {
 
 def examine_lab() -> tuple[dict[str, Any], list[str]]:
     """What is here of Jupyter, and one sentence for each thing that is missing or would surprise a learner."""
+    from importlib import metadata
+
     facts: dict[str, Any] = {}
     findings = []
     for name, loss in _LAB.items():

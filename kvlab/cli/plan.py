@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlab.arch import ModelArch, preset_names
 from kvlab.cli import plan_report
 from kvlab.cli.console import positive_count
 from kvlab.hub import hub_folder
-from kvlab.machine import Curve, Link, Machine, Prefill
 from kvlab.units import format_gb_per_s, parse_bandwidth_gb_per_s, parse_flops_per_s, parse_s
 
 if TYPE_CHECKING:
+    from kvlab.arch import ModelArch
+    from kvlab.machine import Machine
     from kvlab.plan import Plan
 
 DEFAULT_PREFIXES = (1_000, 8_000, 32_000, 128_000)
@@ -90,6 +90,8 @@ def plan(
 
 def find_arch(name: str) -> ModelArch:
     """The shape that `name` (preset, config.json, folder or hub id) means. Raises ValueError or OSError in one line."""
+    from kvlab.arch import ModelArch, preset_names
+
     if name in preset_names():
         return ModelArch.preset(name)
     path = Path(name)
@@ -104,6 +106,8 @@ def find_arch(name: str) -> ModelArch:
 
 
 def _find_machine(machine: str | None, peak: str | None, mfu: float, links: Sequence[str]) -> Machine:
+    from kvlab.machine import Curve, Link, Machine
+
     if (machine is None) == (peak is None):
         raise ValueError("give either --machine NAME|FILE, or --peak 989TFLOP/s with --link 50GB/s")
     rates = [parse_bandwidth_gb_per_s(link) for link in links]
@@ -121,6 +125,8 @@ def _find_machine(machine: str | None, peak: str | None, mfu: float, links: Sequ
 
 
 def _from_peak(flops_per_s: float, mfu: float) -> Machine:
+    from kvlab.machine import Curve, Machine, Prefill
+
     if not 0 < mfu <= 1:
         raise ValueError(f"--mfu is {mfu:g}; expected a share above 0 and up to 1")
     rate = Curve(((1.0, flops_per_s * mfu),))
