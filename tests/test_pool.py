@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.pool import TORCH_DTYPES, BlockPool, KVLayout
+from kvlab.pool import TORCH_DTYPES, BlockPool, KVLayout, Window
 
 ORDERS = ["block_major", "layer_major"]
 
@@ -119,3 +119,21 @@ def test_what_is_written_is_read_back_whatever_the_blocks_the_order_and_the_neig
         else:
             assert read_k.isnan().all(), "a freed block is poisoned"
             assert read_v.isnan().all(), "a freed block is poisoned"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+def test_a_window_writes_and_reads_what_the_pool_does(order, dtype):
+    plain, fast = (BlockPool(layout(order=order, dtype=dtype), 9) for _ in range(2))
+    plain.rows.copy_(torch.randn(plain.rows.shape))
+    fast.rows.copy_(plain.rows)
+    blocks, tokens = torch.tensor([7, 2, 5]), 10
+    slots = torch.tensor([5 * 4 + 1, 7 * 4])
+    window = Window(fast, slots, blocks, tokens)
+    for layer in (0, 2, 1):
+        new = [torch.randn(2, 2, 4).to(TORCH_DTYPES[dtype]) for _ in range(2)]
+        plain.write(layer, slots, *new)
+        window.write(layer, *new)
+        for found, expected in zip(window.read(layer), plain.read(layer, blocks, tokens), strict=True):
+            assert torch.equal(found, expected)
+    assert torch.equal(fast.rows, plain.rows)
