@@ -10,11 +10,11 @@ from tiny_engine import VOCAB, logits_without_cache, one_thread, text, tiny_mach
 
 from kvlab import policies
 from kvlab.arch import ModelArch
-from kvlab.cli.bench import _finite, _line
 from kvlab.experiments.agents import Arm, Resume, mean_ttft_s, measure, oracle, regret, replays
 from kvlab.experiments.bench.engine import agent_rows, lookup_rows, overhead_rows
 from kvlab.experiments.bench.overlap import overlap_rows
 from kvlab.experiments.bench.rows import Row
+from kvlab.experiments.bench.table import line
 from kvlab.experiments.workload import Turn, Workload, agent_workload, mixing_link, predict, ways_won
 from kvlab.machine import Curve, Link, Machine, Prefill
 from kvlab.policy import Decision, Option, Situation
@@ -241,7 +241,7 @@ def test_an_oracle_that_is_fed_by_replays_has_no_regret():
 
 
 def well_formed(row):
-    plain = json.loads(json.dumps(_finite(asdict(row)), allow_nan=False))
+    plain = json.loads(json.dumps(row.plain(), allow_nan=False))
     assert plain["name"]
     assert plain["unit"]
     assert plain["met"] in (True, False, None)
@@ -290,4 +290,4 @@ def test_look_ups_scheduling_and_overlap_have_their_rows():
 
 
 def test_the_interval_of_a_row_without_peers_is_printed_too():
-    assert "[0.90, 1.25]" in _line(_finite(asdict(Row("predicted ÷ measured", 1.0, "×", interval=(0.9, 1.25)))))
+    assert "[0.90, 1.25]" in line(Row("predicted ÷ measured", 1.0, "×", interval=(0.9, 1.25)).plain())

@@ -18,7 +18,7 @@ from kvlab.engine import Engine
 from kvlab.experiments.agents import Arm, Rounds, mean_ttft_s, measure, regret, replays
 from kvlab.experiments.bench.model import model_and_text
 from kvlab.experiments.bench.overlap import BLOCK, layer_groups, overlap_rows
-from kvlab.experiments.bench.rows import Progress, Row, interleave
+from kvlab.experiments.bench.rows import Progress, Row, interleave, median_interval
 from kvlab.experiments.calibrate import TierFactory, calibrate
 from kvlab.experiments.workload import Workload, agent_workload, mixing_link
 from kvlab.fingerprint import Fingerprint, block_hashes
@@ -181,6 +181,7 @@ def lookup_rows(progress: Progress, tokens: int = 8192) -> Iterator[Row]:
             f"prefix hashing and lookup, {tokens} tokens in blocks of {BLOCK}, all in the {where}, one core",
             rate,
             "tokens/s",
+            interval=median_interval([tokens / seconds for seconds in samples]),
             goal="≥ 200,000 tokens/s",
             met=rate >= 200_000,
         )
@@ -256,7 +257,12 @@ def overhead_rows(
         f"a step that resumes {prefix} + {suffix} tokens from host RAM": steps,
     }
     for title, taken in titles.items():
-        share = 100 * sum(extra for _, extra in taken) / sum(whole for whole, _ in taken)
+        spent = np.asarray(taken)  # [steps, 2]: whole, overhead
+
+        def share_of(steps: Any, spent: Any = spent) -> float:
+            return float(100 * spent[steps, 1].sum() / spent[steps, 0].sum())
+
+        share = share_of(np.arange(len(taken)))
         yield Row(
             f"scheduler overhead, {model.arch.name} {model.dtype}, {title}",
             share,
@@ -265,6 +271,7 @@ def overhead_rows(
                 "step, ms": median([whole for whole, _ in taken]) * 1e3,
                 "overhead, ms": median([e for _, e in taken]) * 1e3,
             },
+            interval=bootstrap_interval(share_of, len(taken)),
             goal="≤ 5 %",
             met=share <= 5,
         )

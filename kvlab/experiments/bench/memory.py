@@ -22,7 +22,7 @@ from kvlab.streams import streams_for
 from kvlab.tiers import DiskTier, HostTier
 from kvlab.transfer import Transfer
 
-__all__ = ["bench_disk", "bench_host"]
+__all__ = ["bench_disk", "bench_host", "drop_file"]
 
 
 def _against_floor(
@@ -152,7 +152,7 @@ def _disk_rows(layout: KVLayout, blocks: int, device: str, folder: Path) -> Iter
             return elapsed_s
 
         def read(flags: int) -> float:
-            _drop_file(raw)
+            drop_file(raw)
             begin = time.perf_counter()
             handle = os.open(raw, os.O_RDONLY | flags)
             try:
@@ -185,7 +185,8 @@ def _read_all(handle: int, target: memoryview) -> None:
         at += count
 
 
-def _drop_file(path: Path) -> None:
+def drop_file(path: Path) -> None:
+    """Write a file to its device and forget its pages, so that the next read comes from there."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

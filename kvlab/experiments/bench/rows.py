@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
 from kvlab.records import bootstrap_interval
 
-__all__ = ["Progress", "Row", "interleave", "ratio_interval"]
+__all__ = ["Progress", "Row", "interleave", "median_interval", "ratio_interval", "ratios"]
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the bench. `of_floor`, `of_peer` above 1: we are faster. `met` None: could not be measured here."""
+    """One line of the bench. `of_floor`, `of_peer` above 1: we are faster. `met` None: could not be measured here.
+
+    `interval` is the 95 % interval of the row's first ratio (`ratios`), or of `ours` in a row that has none.
+    """
 
     name: str
     ours: float
@@ -30,6 +35,25 @@ class Row:
     interval: tuple[float, float] | None = None
     goal: str = ""
     met: bool | None = None
+    group: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """The row as JSON has it; NaN and infinity become null."""
+        return {name: _finite(value) for name, value in asdict(self).items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def ratios(row: Mapping[str, Any]) -> dict[str, float]:
+    """The ratios of a plain row by what they compare with: "floor" first, then the peers."""
+    found = {"floor": row["of_floor"], **row["of_peer"]}
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
 
 
 def interleave(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -53,6 +77,12 @@ def interleave(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
     finally:
         gc.enable()
     return seconds
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Bootstrap interval over rounds of the median."""
+    values = np.asarray(samples)
+    return bootstrap_interval(lambda rounds: float(np.median(values[rounds])), len(values))
 
 
 def ratio_interval(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float] | None:
