@@ -21,7 +21,7 @@ FLOORS = {
     **dict.fromkeys(("loading", "weights", "hub", "tokenizer", "gguf_file"), 3),
     **dict.fromkeys(("request", "policy", "executor", "torch_executor"), 4),
     **dict.fromkeys(("cache", "counts", "loads", "scheduler", "engine", "simulate"), 4),
-    **dict.fromkeys(("experiments", "records"), 5),
+    **dict.fromkeys(("experiments", "records", "server"), 5),
     **dict.fromkeys(("cli", "lab", "bridges"), 6),
 }
 # Module-level imports that floor 1 must not have.

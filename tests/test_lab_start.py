@@ -106,6 +106,22 @@ def test_the_notebooks_kernel_is_the_python_that_runs_kvlab(tmp_path):
     assert where.stdout.strip() == str(ROOT / "kvlab" / "__init__.py"), "a kernel in any folder finds this kvlab"
 
 
+def test_jupyterlab_fetches_no_news_unless_the_user_has_said_so(tmp_path):
+    environment = start.jupyter_environment(tmp_path / "place")
+    code = (
+        "import json, jupyterlab, pathlib; from jupyterlab_server.settings_utils import get_settings;"
+        "schemas = pathlib.Path(jupyterlab.__file__).parent / 'schemas';"
+        "name = '@jupyterlab/apputils-extension:notification';"
+        "schema = get_settings('none', str(schemas), 'none', name)[0]['schema']['properties'];"
+        "print(schema['fetchNews']['default'], schema['checkForUpdates']['default'])"
+    )
+    for settings, says in ((environment, "false False"), (dict(os.environ), "none True")):
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=settings, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert found.stdout.strip() == says
+
+
 def test_jupyter_opens_the_first_lesson_in_the_learners_folder(course, tmp_path):
     start.add_missing(course, tmp_path / "mine")
     command = start.jupyter_command(tmp_path / "mine", browser=False, port=8123)

@@ -84,7 +84,7 @@ def test_a_false_hit_is_hatched_red_and_a_right_one_green():
     figure = names_figure({"a": ([True, True, False], [True, False, False])}, 16, "nothing", 20)
     faces = [patch.get_facecolor() for patch in figure.axes[0].patches]
     assert (faces.count(to_rgba(CACHED)), faces.count(to_rgba(WRONG))) == (1, 1)
-    assert "1 blocks of another cache pass" in figure.axes[0].get_title(loc="right")
+    assert "blocks of another cache that pass: 1" in figure.axes[0].get_title(loc="right")
 
 
 @pytest.mark.parametrize(("changed", "lead"), [(PREFIX[:80], LEAD), (CHANGED, LEAD[:20])])

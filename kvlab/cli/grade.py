@@ -1,4 +1,4 @@
-"""`kvlab grade`: a class of exercise notebooks, run in a sandbox and judged task by task."""
+"""`kvlab grade`: a class of exercise notebooks in a sandbox, judged task by task; and a chart of its machines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,38 @@ if TYPE_CHECKING:
 
 def grade(
     paths: Annotated[list[Path], typer.Argument(help="Notebooks, or folders that are searched for them.")],
-    out_folder: Annotated[Path, typer.Option("--out", help="Folder for grades.json, grades.csv and junit.xml.")],
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for grades.json, grades.csv and junit.xml.")
+    ] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option(help="Draw everybody's break-even link from their crossover.json here; alone, it grades nothing."),
+    ] = None,
     seed: Annotated[str, typer.Option(help="Text from which the test cases derive; default: a new one.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds that one cell may run.", min=1)] = 30.0,
     jobs: Annotated[int, typer.Option(help="Notebooks at a time; 0: one per core.", min=0)] = 0,
 ) -> None:
     """Grade the exercises that were handed in. Exits 0 when all were graded, whatever the grades."""
+    if out_folder is None and chart is None:
+        raise ValueError("say what to make: --out FOLDER for grades, --chart FILE.png for the class chart, or both")
+    if chart is not None:
+        _draw(paths, chart)
+    if out_folder is not None:
+        _grade(paths, out_folder, seed, timeout, jobs)
+
+
+def _draw(paths: list[Path], chart: Path) -> None:
+    from kvlab.lab import class_records
+    from kvlab.lab.draw.break_even import class_figure
+    from kvlab.lab.draw.style import save
+
+    rows, broken = class_records.find(paths)
+    for line in broken:
+        err.print(line, markup=False, soft_wrap=True)
+    out.print(f"{len(rows)} records drawn in {save(class_figure(rows), chart)}", markup=False, soft_wrap=True)
+
+
+def _grade(paths: list[Path], out_folder: Path, seed: str, timeout: float, jobs: int) -> None:
     if not all(map(find_spec, ("nbval", "nbformat", "IPython"))):
         raise ValueError("grading needs nbval and Jupyter's kernel: pip install 'kvlab[lab]'")
     from kvlab.lab import gradebook, submission

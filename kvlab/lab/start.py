@@ -91,28 +91,38 @@ def jupyter_command(folder: Path, *, browser: bool, port: int | None) -> list[st
     return command
 
 
-def jupyter_environment(kernels: Path) -> dict[str, str]:
-    """The environment in which the notebooks' kernel name means this interpreter; its spec is written to `kernels`."""
+def jupyter_environment(place: Path) -> dict[str, str]:
+    """The environment in which the notebooks' kernel name means this interpreter, and JupyterLab asks for nothing.
+
+    What it refers to is written to `place`: a kernel's spec, and defaults for settings (what a user has set stays).
+    """
     spec: dict[str, Any] = {
         "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": "Python 3 (kvlab)",
         "language": "python",
         "metadata": {"debugger": True},
     }
-    place = kernels / "kernels" / "python3" / "kernel.json"
-    place.parent.mkdir(parents=True)
-    place.write_text(json.dumps(spec), encoding="utf-8")
+    # Else its first start asks whether it may fetch news, on top of the lesson.
+    quiet = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+    for folder, name, content in (
+        ("kernels/python3", "kernel.json", spec),
+        ("labconfig", "default_setting_overrides.json", quiet),
+    ):
+        (place / folder).mkdir(parents=True)
+        (place / folder / name).write_text(json.dumps(content), encoding="utf-8")
     environment = dict(os.environ)
-    for name, value in (("JUPYTER_PATH", str(kernels)), ("PYTHONPATH", python_path())):
+    for name, value in (
+        ("JUPYTER_PATH", str(place)), ("JUPYTER_CONFIG_PATH", str(place)), ("PYTHONPATH", python_path())
+    ):  # fmt: skip
         environment[name] = os.pathsep.join(filter(None, (value, environment.get(name, ""))))
     return environment
 
 
 def serve(folder: Path, *, browser: bool, port: int | None) -> int:
     """Run JupyterLab until it ends; its exit code. Ctrl-C is JupyterLab's to answer."""
-    with tempfile.TemporaryDirectory(prefix="kvlab-kernels-") as kernels:
+    with tempfile.TemporaryDirectory(prefix="kvlab-jupyter-") as place:
         command = jupyter_command(folder, browser=browser, port=port)
-        server = subprocess.Popen(command, env=jupyter_environment(Path(kernels)), cwd=folder)
+        server = subprocess.Popen(command, env=jupyter_environment(Path(place)), cwd=folder)
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         while True:
             try:

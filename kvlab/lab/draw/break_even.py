@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvlab.lab.class_records import Measured
 from kvlab.lab.draw.style import FLIP, PREDICTED, PUBLISHED, QUIET, RECOMPUTE, RELOAD, new_figure, stamp, token_axis
 from kvlab.units import format_gb_per_s, format_s
 
-__all__ = ["LINE_RATES_GB_PER_S", "break_even_figure", "ladder_figure", "tried_links_figure"]
+__all__ = ["LINE_RATES_GB_PER_S", "break_even_figure", "class_figure", "ladder_figure", "tried_links_figure"]
 
 # Nominal line rates, ÷ 8 (SATA: 8b/10b coding; PCIe 4.0: 16 GT/s a lane, 128b/130b). What arrives is always less.
 LINE_RATES_GB_PER_S: dict[str, float] = {
@@ -126,6 +127,31 @@ def tried_links_figure(tried: Mapping[str, Any], record: Mapping[str, Any]) -> F
     axis.set_yticks([*tried["reload_s"]], [f"{seconds:.2g}" for seconds in tried["reload_s"]])
     axis.legend(frameon=False, fontsize=9)
     stamp(figure, f"emulated links in front of host RAM, {_live(record)}, {record['tokens'][-1]:,} tokens")
+    return figure
+
+
+def class_figure(rows: Sequence[Measured]) -> Figure:
+    """One dot for each record of a class: the link at which reload and recompute tie on that machine."""
+    figure, axis = new_figure("How slow may a link be on our machines?", width=7.6, height=1.9 + 0.32 * len(rows))
+    speeds = [row.gb_per_s for row in rows]
+    axis.scatter(speeds, range(len(rows)), s=60, color=FLIP, zorder=3)
+    for place, speed in enumerate(speeds):
+        axis.annotate(f" {format_gb_per_s(speed)}", (speed, place), (7, 0), textcoords="offset points", fontsize=8,
+                      va="center")  # fmt: skip
+    low, high = min(speeds) / 3, 8 * max(speeds)
+    for name, rate in LINE_RATES_GB_PER_S.items():
+        if low < rate < high:
+            axis.axvline(rate, color=QUIET, linewidth=0.8, linestyle=":")
+            axis.annotate(name, (rate, len(rows) - 0.4), fontsize=8, color=QUIET, rotation=20, va="bottom")
+    labels = [f"{row.who}: {row.model}, {row.tokens:,} tokens" for row in rows]
+    axis.set_yticks(range(len(rows)), labels, fontsize=9, parse_math=False)
+    axis.set_ylim(-0.7, len(rows) + 0.8)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_xlim(low, high)
+    axis.set_xlabel("link at which reload and recompute tie (GB/s); on slower ones recompute wins")
+    axis.grid(visible=False, axis="y")
+    stamp(figure, "recorded by the class with kvlab crossover, each at its longest prefix; dotted: nominal line rates")
     return figure
 
 

@@ -110,7 +110,7 @@ def flip_figure(
     figure, axis = new_figure(QUESTION, width=7.6, height=5.2)
     # Fixed margins: the picture does not jump under a slider, and is drawn in half the time.
     figure.set_layout_engine(None)
-    figure.subplots_adjust(left=0.1, right=0.97, top=0.82 if measured else 0.85, bottom=0.14)
+    figure.subplots_adjust(left=0.125, right=0.97, top=0.82 if measured else 0.85, bottom=0.14)
     _shade_winner(axis, curves)
     for name, colour, seconds, spread_s in (
         ("recompute", RECOMPUTE, curves.recompute_s, curves.recompute_spread_s),

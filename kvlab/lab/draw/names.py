@@ -45,7 +45,7 @@ def names_figure(
     axis.set_yticks([place + 0.42 for place in range(len(rows))], list(rows))
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    verdict = f"{false_hits} blocks of another cache pass" if false_hits else "no false hit"
+    verdict = f"blocks of another cache that pass: {false_hits}" if false_hits else "no false hit"
     axis.set_title(
         f"the name covers: {covers}  →  {verdict}", fontsize=10, loc="right", color=WRONG if false_hits else QUIET
     )
