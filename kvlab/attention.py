@@ -14,9 +14,11 @@ from torch import Tensor
 __all__ = ["Padding", "attend", "attend_each", "causal_mask", "pad"]
 
 # Queries per masked call. Each call stops at the last key that its queries see, so small blocks skip more of the
-# triangle above the diagonal: on one AVX2 core in fp32, against one causal call, 64 took 0.7 of the time at 512
-# tokens, 0.8 at 1,024, and as long at 2,048. A GPU wants fewer and larger calls.
+# triangle above the diagonal. A GPU wants fewer and larger calls.
 _QUERY_BLOCK = {"cpu": 64, "cuda": 512}
+# Whole prompts that go through in blocks; shorter and longer ones are one causal call. Blocks of 64 took 0.65 to 0.75 of
+# its time at 512 tokens and 0.9 at 1,024, but 1.3 at 128 and 1.1 at 4,096 (two AVX2 cores, fp32).
+_BLOCKED_PROMPTS = {"cpu": range(257, 2048), "cuda": range(0)}
 
 
 def causal_mask(rows: int, keys: int, group: int, like: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     rows, keys = len(q), len(k)
     if rows == 1:
         return _folded(q, k, v, None)
-    if q.is_cuda and rows == keys:
+    if rows == keys and rows not in _BLOCKED_PROMPTS[q.device.type]:
         return _causal(q, k, v)
     assert mask is not None, "several rows need their causal mask"
     out = q.new_empty(rows, q.shape[1] * q.shape[2])
@@ -103,13 +105,13 @@ def _folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Torch's fused causal attention on CUDA over as many keys as queries; shapes as in `attend`.
+    """Torch's fused causal attention over as many keys as queries; shapes as in `attend`.
 
-    Only the half-precision kernel takes grouped heads; the others would fall back to one that writes all scores out,
-    so K and V are expanded for them.
+    Of the kernels for CUDA only that in half precision takes grouped heads; the others would fall back to one that
+    writes all scores out, so K and V are expanded for them.
     """
     group = q.shape[1] // k.shape[1]
-    grouped = q.dtype.itemsize == 2
+    grouped = not q.is_cuda or q.dtype.itemsize == 2
     if not grouped and group > 1:
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))

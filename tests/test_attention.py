@@ -26,7 +26,7 @@ def plain(q, k, v):
     return torch.einsum("hts,shd->thd", weights, v).flatten(1)
 
 
-@pytest.mark.parametrize("rows", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+@pytest.mark.parametrize("rows", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7, 5 * BLOCK + 1])
 @pytest.mark.parametrize("past", [0, 1, 50, 700])
 @pytest.mark.parametrize("group", [1, 3])
 def test_blocks_of_queries_see_exactly_their_past(rows, past, group):

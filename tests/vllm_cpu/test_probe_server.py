@@ -21,8 +21,7 @@ from kvlab.cli import main
 from kvlab.machine import Machine
 from kvlab.server import Endpoint, Server
 
-# With tests/ on the path, this folder is found as a package "vllm" as well, but one without an origin.
-HAS_VLLM = getattr(importlib.util.find_spec("vllm"), "origin", None) is not None
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
 PYTHON = os.environ.get("KVLAB_VLLM_PYTHON") or (sys.executable if HAS_VLLM else None)
 START_S = 600
 LENGTHS = (128, 256)  # whole blocks of vLLM's on a CPU

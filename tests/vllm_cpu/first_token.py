@@ -1,6 +1,6 @@
 """How near the connector's choices come to the better way: first-token times of both ways and of its own, interleaved.
 
-    python tests/vllm/first_token.py --out vllm.json [--rounds 7]
+    python tests/vllm_cpu/first_token.py --out vllm.json [--rounds 7]
 
 Four prompt lengths × the disk as it is and one that takes twice as long as computing. Ratios are medians over whole
 rounds, own choice ÷ better way, with a bootstrap interval (seven rounds or more). Needs what `.ci/run` installs.
