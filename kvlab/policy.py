@@ -65,8 +65,9 @@ class Situation:
     """What is known when a request is admitted. Tokens: [0, `resident`) are in the pool, [0, `prompt`) are wanted.
 
     `key` is (request id, turn). `active_decodes` wait while this request computes, and so do `waiting` requests for
-    their turn; `ahead` are those that are served before it and have no first token yet. `load`: the share of time that
-    prefills take. `groups`: layer groups that load while the ones before them compute.
+    their turn; `ahead` are those that are served before it and have no first token yet, of which `loading` compute once
+    their loads are over. `load`: the share of time that prefills take. `groups`: layer groups that load while the ones
+    before them compute.
     """
 
     key: tuple[int, int]
@@ -80,12 +81,16 @@ class Situation:
     groups: int = 1
     waiting: int = 0
     ahead: int = 0
+    loading: int = 0
     load: float = 0.0
 
     @property
     def delayed(self) -> float:
-        """Others whom a second of this request's computing makes wait a second: now, or before the queue is empty."""
-        return delayed_requests(self.waiting, self.ahead + 1 + self.waiting, self.load)
+        """Others whom a second of this request's computing makes wait a second: now, or before the queue is empty.
+
+        Those that are loading need the accelerator next, and find it taken.
+        """
+        return self.loading + delayed_requests(self.waiting, self.ahead + 1 + self.waiting, self.load)
 
     @property
     def longest(self) -> Option:

@@ -298,6 +298,7 @@ class Scheduler:
                 self.executor.groups,
                 len(self.waiting) - 1,
                 len(self.running) - decodes,
+                sum(other.state == "loading" for other in self.running),
                 self._prefilling_s.per_second(now),
             )
         )

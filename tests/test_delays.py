@@ -72,6 +72,7 @@ def test_a_busy_accelerator_turns_the_verdict_to_reload_and_a_busy_link_to_recom
     assert policy.decide(situation()).choice == "recompute"
     busy = situation(load=0.5, waiting=2)
     assert policy.decide(busy).choice == "reload"
+    assert policy.decide(situation(loading=3)).choice == "reload", "their bytes come, and the accelerator is taken"
     assert replace(policy, load_aware=False).decide(busy).choice == "recompute"
     assert replace(policy, queue_delay_value=0.0).decide(busy).choice == "recompute"
     contended = situation(load=0.5, waiting=2, bytes_per_s=3.4e9, queued_loads=3)
