@@ -16,8 +16,8 @@ __all__ = ["Padding", "attend", "attend_each", "causal_mask", "pad"]
 # Queries per masked call. Each call stops at the last key that its queries see, so small blocks skip more of the
 # triangle above the diagonal. A GPU wants fewer and larger calls.
 _QUERY_BLOCK = {"cpu": 64, "cuda": 512}
-# Whole prompts that go through in blocks; shorter and longer ones are one causal call. Blocks of 64 took 0.65 to 0.75 of
-# its time at 512 tokens and 0.9 at 1,024, but 1.3 at 128 and 1.1 at 4,096 (two AVX2 cores, fp32).
+# Whole prompts that go through in blocks; shorter and longer ones are one causal call. Blocks of 64 took 0.65 to 0.75
+# of its time at 512 tokens and 0.9 at 1,024, but 1.3 at 128 and 1.1 at 4,096 (two AVX2 cores, fp32).
 _BLOCKED_PROMPTS = {"cpu": range(257, 2048), "cuda": range(0)}
 
 
