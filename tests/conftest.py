@@ -1,8 +1,13 @@
 """Fixtures that several test files share."""
 
 import os
+import signal
 
 import pytest
+
+# Started in the background by a shell, a process ignores Ctrl-C, and so do its children; some tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

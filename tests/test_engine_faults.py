@@ -130,7 +130,8 @@ def test_a_load_that_fails_is_computed_instead_and_not_tried_again(away, fault, 
     engine.cancel(request)
     while engine.scheduler.index:  # throw the blocks away, without storing them anew
         for entry in engine.scheduler.index.victims(100, lambda entry: 0.0):
-            engine.scheduler.cache.free(engine.scheduler.index.remove(entry))
+            if engine.scheduler.index.remove(entry):
+                engine.scheduler.cache.free([entry.block])
     again = engine.submit([*P, 1], 2)
     come_back(engine, again)
     assert engine.metrics()["failed_loads"] == 1
