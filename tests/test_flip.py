@@ -86,7 +86,7 @@ def test_the_chart_keeps_the_question_and_marks_what_was_measured():
         assert words in flip_figure(curves(), "live", measured=other).axes[0].get_title()
 
 
-def test_published_lines_have_no_markers():
+def test_published_points_are_hollow_and_not_hidden_by_the_prediction():
     blog = published("h100_prefill_8b")
     h100 = flip_curves(
         ModelArch.preset("llama-3.1-8b"), Machine.load("h100-sxm-pcie5"), tier="host", suffix=16, longest=65536
@@ -94,7 +94,24 @@ def test_published_lines_have_no_markers():
     axis = flip_figure(h100, "published", others=blog).axes[0]
     lines = [line for line in axis.get_lines() if str(line.get_label()).endswith("published")]
     assert len(lines) == 2
-    assert {line.get_marker() for line in lines} == {"None"}
+    # A filled marker means "measured here".
+    assert {(line.get_marker(), line.get_markerfacecolor()) for line in lines} == {("D", "white")}
+    drawn_before = {str(line.get_label()): at for at, line in enumerate(axis.get_lines())}
+    assert all(
+        drawn_before[f"{name}, predicted"] < drawn_before[f"{name}, published"] for name in ("recompute", "reload")
+    )
+
+
+def test_a_long_source_is_wrapped_into_the_picture():
+    figure = flip_figure(curves(), "published: a source that has to be told in full, with its figure and date; " * 2)
+    assert _inside(figure, figure._supxlabel)
+
+
+def _inside(figure, text):
+    """Whether a text is drawn within the figure's left and right edges."""
+    png(figure)
+    box = text.get_window_extent()
+    return figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
 
 
 def test_every_frame_of_the_slider_has_the_same_size():

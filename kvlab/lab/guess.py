@@ -68,14 +68,15 @@ def compare(
 ) -> HTML:
     """The guess, what the arithmetic said and what came out, side by side (all in the guess's unit).
 
-    `source` says where the measured number comes from: live, recorded, published, emulated.
+    `source` says where the measured number comes from: live, recorded, published, emulated; a "simulated" one was not
+    measured, and its row says so.
     """
     guess.committed()
     rows = [("a typical guess" if guess.automatic else "your guess", guess.value)]
     if model is not None:
         rows.append(("the arithmetic", model))
     if measured is not None:
-        rows.append((f"measured ({source})", measured))
+        rows.append((source if source == "simulated" else f"measured ({source})", measured))
     result = measured if measured is not None else model
     body = "".join(
         f"<tr><td style='text-align:left'>{escape(label)}</td><td>{_number(value)} {escape(guess.unit)}</td>"

@@ -68,7 +68,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     missed = sum(row["met"] is False for row in record["rows"])
     met = sum(row["met"] is True for row in record["rows"])
     lines = [
-        "# The last full run of kvlab bench",
+        "# The last recorded runs of kvlab bench",
         "",
         f"{record['when']}, {machine} ({facts['cpu_capability']}), {memory}{gpu}; Python {facts['python']}, torch"
         f" {facts['torch']}, {facts['system']}. Goals: {met} met, {missed} missed.",

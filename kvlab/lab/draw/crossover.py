@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -12,25 +13,29 @@ from kvlab.lab.draw.style import FLIP, PREDICTED, RECOMPUTE, RELOAD, plain_axes,
 
 __all__ = ["crossover_figure"]
 
+_QUESTION = "From which prefix length is reloading the KV cache faster than computing it again?"
+
 
 def crossover_figure(record: Mapping[str, Any]) -> Figure:
     """Prefix length against time to first token, one panel per tier of a `kvlab.crossover/1` record."""
     tiers = record["tiers"]
     columns = len(tiers) if len(tiers) <= 3 else 2
     rows = -(-len(tiers) // columns)
-    figure = Figure(figsize=(4.8 * columns + 1, 4.4 * rows + 0.6), layout="constrained")
+    figure = Figure(figsize=(4.8 * columns + 1, 5.0 * rows + 0.6), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     for axis, tier in zip(axes, tiers, strict=False):
         _tier_panel(axis, tier)
     for axis in axes[len(tiers) :]:
         axis.remove()
     model, facts = record["model"], record["provenance"]["facts"]
-    figure.suptitle("From which prefix length is reloading the KV cache faster than computing it again?", fontsize=12)
-    stamp(
-        figure,
+    # One panel is too narrow for a title or a source of one line.
+    lines = 2 if columns == 1 else 1
+    figure.suptitle(fill(_QUESTION, len(_QUESTION) // lines + 8), fontsize=12)
+    source = (
         f"{record['provenance']['kind']} on {facts.get('gpu') or facts['cpu']} ({facts['torch_threads']} threads),"
-        f" {model['name']} {model['dtype']}, {record['rounds']} rounds, {record['provenance']['when'][:10]}",
+        f" {model['name']} {model['dtype']}, {record['rounds']} rounds, {record['provenance']['when'][:10]}"
     )
+    stamp(figure, fill(source, 80 * columns))
     return figure
 
 
@@ -40,15 +45,17 @@ def _tier_panel(axis: Axes, tier: Mapping[str, Any]) -> None:
         samples = tier[f"{name}_s"]
         axis.plot(tokens, samples, color=colour, marker=marker, markersize=5, linewidth=2, label=f"{name}, measured")
         axis.plot(
-            tokens, tier[f"predicted_{name}_s"], color=colour, linestyle=PREDICTED, linewidth=1.4, label="predicted"
-        )
+            tokens, tier[f"predicted_{name}_s"], color=colour, linestyle=PREDICTED, linewidth=1.4,
+            label=f"{name}, predicted",
+        )  # fmt: skip
     token_axis(axis, tokens)
     seconds_axis(axis)
     plain_axes(axis)
     axis.tick_params(labelbottom=True, labelleft=True)
-    axis.set_title(f"{tier['name']}: {_flip_words(tier)}", fontsize=10)
+    axis.set_title(f"{tier['name']}\n{_flip_words(tier)}", fontsize=10)
     _mark_flip(axis, tier)
-    axis.legend(frameon=False, fontsize=8, loc="upper left")
+    # Below the panel: inside it would hide a curve or a flip.
+    axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
 
 
 def _mark_flip(axis: Axes, tier: Mapping[str, Any]) -> None:
@@ -58,7 +65,7 @@ def _mark_flip(axis: Axes, tier: Mapping[str, Any]) -> None:
         # An end of "always" or "never" lies outside the picture: shade up to its edge.
         low, high = max(interval[0], first), min(interval[1] or last, last)
         if high > low:
-            axis.axvspan(low, high, color=FLIP, alpha=0.10, linewidth=0, label="95 % interval")
+            axis.axvspan(low, high, color=FLIP, alpha=0.10, linewidth=0, label="flip, 95 % interval")
     if tier["crossover_tokens"]:
         axis.axvline(tier["crossover_tokens"], color=FLIP, linewidth=1.2, label="flip, measured")
     predicted = tier["predicted_crossover_tokens"]

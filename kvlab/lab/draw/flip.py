@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -33,6 +34,7 @@ __all__ = ["QUESTION", "FlipCurves", "flip_curves", "flip_figure", "tie_figure"]
 
 QUESTION = "From which prefix length is reloading the KV cache\nfaster than computing it again?"
 _POINTS = 96  # along the prefix axis: a flip is found to within a few percent, a redraw stays in milliseconds
+_STAMP_WIDTH = 100  # characters of a line under the picture
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,12 @@ def flip_figure(
     """The seed question's chart: prediction dashed with its band, the predicted winner shaded.
 
     `measured`: a `kvlab.crossover/1` record whose last tier is drawn on top, solid with markers, its samples as bands.
-    `others`: published figures with "tokens", "recompute_s" and "reload_s", drawn as published lines.
+    `others`: published figures with "tokens", "recompute_s" and "reload_s", drawn dash-dotted with hollow markers.
     """
     figure, axis = new_figure(QUESTION, width=7.6, height=5.2)
     # Fixed margins: the picture does not jump under a slider, and is drawn in half the time.
     figure.set_layout_engine(None)
-    figure.subplots_adjust(left=0.125, right=0.97, top=0.82 if measured else 0.85, bottom=0.14)
+    figure.subplots_adjust(left=0.125, right=0.97, top=0.82 if measured else 0.85, bottom=0.155)
     _shade_winner(axis, curves)
     for name, colour, seconds, spread_s in (
         ("recompute", RECOMPUTE, curves.recompute_s, curves.recompute_spread_s),
@@ -122,9 +124,11 @@ def flip_figure(
         axis.fill_between(curves.tokens, low, high, color=colour, alpha=0.22, linewidth=0)
         axis.plot(curves.tokens, seconds, color=colour, linestyle=PREDICTED, linewidth=1.6, label=f"{name}, predicted")
         if others:
+            # Hollow markers: a published line that the prediction was fitted to would lie under it, unseen.
             axis.plot(
-                others["tokens"], others[f"{name}_s"], color=colour, linestyle=PUBLISHED, label=f"{name}, published"
-            )
+                others["tokens"], others[f"{name}_s"], color=colour, linestyle=PUBLISHED, linewidth=1.2, marker="D",
+                markersize=7, markerfacecolor="white", markeredgewidth=1.6, label=f"{name}, published",
+            )  # fmt: skip
     for at in curves.flips:
         axis.axvline(at, color=FLIP, linewidth=1.3, linestyle=PREDICTED, label="flip, predicted")
     answer = f"predicted: {curves.answer}"
@@ -136,7 +140,7 @@ def flip_figure(
     axis.minorticks_off()
     seconds_axis(axis)
     _legend_once(axis)
-    stamp(figure, source)
+    stamp(figure, fill(source, _STAMP_WIDTH))
     return figure
 
 

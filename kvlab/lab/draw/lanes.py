@@ -51,6 +51,6 @@ def lanes_figure(operations: Sequence[Any], direction: Direction, blocks: Sequen
     axis.set_xlabel("time (ms, made up)")
     axis.grid(visible=False, axis="y")
     stamp(
-        figure, "arithmetic on made-up durations; numbers are block ids; hatched red: bytes that are not this block's"
+        figure, "arithmetic on made-up durations; numbers are block ids; hatched: bytes that are not this block's"
     )
     return figure

@@ -51,6 +51,6 @@ def names_figure(
     )
     stamp(
         figure,
-        "hashes computed by kvlab; green: rightly handed out; hatched red: handed out, wrong bytes; grey: refused",
+        "hashes computed by kvlab; green: rightly handed out; hatched: handed out, wrong bytes; grey: refused",
     )
     return figure

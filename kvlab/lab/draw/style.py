@@ -1,8 +1,9 @@
 """The one visual language of the lab: colours, lines, axes, and where a number comes from.
 
 Reload is blue, recompute is orange; measured is solid with markers, predicted is dashed; the flip is a dark vertical
-line with its interval shaded. Published numbers are thin dash-dotted lines without markers: nothing in them was
-measured here. The two colours differ in lightness too, so print and colour-blind readers can tell.
+line with its interval shaded. Published numbers are thin dash-dotted lines without markers, or with hollow
+ones where a line would be hidden: nothing in them was measured here. The two colours differ in lightness too, so print
+and colour-blind readers can tell.
 """
 
 from __future__ import annotations

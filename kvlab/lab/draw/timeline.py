@@ -84,7 +84,7 @@ def _gantt(title: str, bars: Sequence[_Bar], end_s: float, verdict: str, source:
 
 
 def gaps_figure(ways: Mapping[str, Mapping[str, Any]], source: str) -> Figure:
-    """Gaps between a decoding request's tokens (ms), a row for each way; red while another one is being served."""
+    """Gaps between a decoding request's tokens (ms), a row for each way; coloured while another one is being served."""
     figure, first_axis = new_figure(
         "How long does a decoding request wait for its next token?", width=8.2, height=1.3 + 1.15 * len(ways)
     )
@@ -101,6 +101,6 @@ def gaps_figure(ways: Mapping[str, Mapping[str, Any]], source: str) -> Figure:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[-1].set_xlabel("token; red: while the other request is being served; dashed: a quiet gap", fontsize=9)
+    axes[-1].set_xlabel("token; coloured: while the other request is being served; dashed: a quiet gap", fontsize=9)
     stamp(figure, source)
     return figure
