@@ -1,8 +1,12 @@
 """The part of the server bridges that needs no server: what to answer, what to learn, which bytes to believe."""
 
 import dataclasses
+import json
 import math
+import os
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +81,15 @@ def test_a_prefix_whose_load_failed_is_computed_until_the_cache_is_reset():
     assert one.answer(ask("c", prefix="q"))[0].choice == "reload"
     one.forgive()
     assert one.answer(ask("d", prefix="p"))[0].choice == "reload"
+
+
+def test_a_request_whose_load_failed_is_not_told_to_load_when_it_asks_again():
+    one = judge(slow(100.0))
+    assert one.answer(ask())[0].choice == "reload"
+    one.load_began("a", 1024)
+    one.load_failed("a")
+    again, new = one.answer(ask())  # vLLM starts it again from 0 tokens, without a preemption
+    assert (again.choice, again.tokens, new) == ("recompute", 0, True)
 
 
 def test_a_cap_loads_whole_blocks_of_the_head_and_a_cap_of_zero_loads_nothing():
@@ -217,6 +230,48 @@ def test_a_torn_record_does_not_shift_what_another_process_appends(tmp_path):
     assert (again.look(b"n" * 32, 5), again.look(b"m" * 32, 9)) == ("right", "right")
 
 
+def test_a_folder_that_goes_away_is_warned_about_once_and_checksums_go_on_in_memory(tmp_path):
+    warned = []
+    file = tmp_path / "sums" / "a.sums"
+    one = Checksums(file, warn=lambda line, *values: warned.append(line % values))
+    one.record([(b"n" * 32, 5)])
+    file.unlink()
+    file.parent.rmdir()
+    one.record([(b"m" * 32, 6)])
+    one.record([(b"o" * 32, 7)])
+    assert [one.look(name * 32, value) for name, value in ((b"n", 5), (b"m", 6), (b"o", 7))] == ["right"] * 3
+    assert one.look(b"?" * 32, 8) == "unknown"
+    assert one.persistent, "so a block that is not known is still not believed"
+    assert len(warned) == 1
+    assert "a.sums" in warned[0]
+
+
+def test_a_file_that_cannot_be_read_is_warned_about_once(tmp_path):
+    warned = []
+    one = Checksums(tmp_path / "a.sums", warn=lambda line, *values: warned.append(line % values))
+    (tmp_path / "a.sums").mkdir()  # opening it raises, for root as well
+    assert [one.look(b"n" * 32, 5), one.look(b"n" * 32, 6)] == ["unknown", "unknown"]
+    assert len(warned) == 1
+
+
+def test_a_write_that_the_disk_cut_short_leaves_nothing_behind(tmp_path, monkeypatch):
+    warned = []
+    file = tmp_path / "a.sums"
+    one = Checksums(file, warn=lambda line, *values: warned.append(line % values))
+    one.record([(b"n" * 32, 5)])
+    whole = file.read_bytes()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:47]))
+    one.record([(b"m" * 32, 6), (b"o" * 32, 7)])
+    monkeypatch.undo()
+    assert file.read_bytes() == whole
+    assert len(warned) == 1
+    one.record([(b"p" * 32, 8)])
+    again = Checksums(file)
+    assert [again.look(name * 32, value) for name, value in ((b"n", 5), (b"p", 8))] == ["right", "right"]
+    assert again.look(b"m" * 32, 6) == "unknown"
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -251,3 +306,18 @@ def test_the_machine_is_found_or_refused_and_so_is_its_tier(tmp_path):
     assert Options.read({"inner": INNER}).load_machine() == (None, "outside")
     one_link = dataclasses.replace(H100, links={"host": H100.links["host"]})
     assert next(iter(one_link.links)) == "host"
+    linkless = tmp_path / "linkless.json"
+    linkless.write_text(json.dumps(dataclasses.replace(H100, links={}).to_dict()), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"has no link to load over; probe the server with ExampleConnector"):
+        Options.read({"inner": INNER, "machine": str(linkless)}).load_machine()
+
+
+def test_the_config_in_the_docs_is_taken_with_the_machine_of_a_probe(tmp_path, monkeypatch):
+    text = (Path(__file__).parent.parent / "docs" / "vllm.md").read_text(encoding="utf-8")
+    config = json.loads(re.search(r"--kv-transfer-config '(.*?)'", text, re.DOTALL).group(1))
+    options = Options.read(config["kv_connector_extra_config"])
+    monkeypatch.chdir(tmp_path)
+    Path(options.machine).parent.mkdir()
+    probed = dataclasses.replace(H100, links={"external": H100.links["host"]})
+    Path(options.machine).write_text(json.dumps(probed.to_dict()), encoding="utf-8")
+    assert options.load_machine()[1] == "external"

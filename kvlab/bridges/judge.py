@@ -55,8 +55,8 @@ class Judge:
     """Answers questions by `learner`'s machine; None: the model cannot be judged, so everything is loaded.
 
     `max_load_tokens` caps a load (None: no cap). What a second of delay to one active decode is worth is
-    `decode_delay_value`, as in `decide`. After `retry_every` recomputes in a row a load is tried once to measure the
-    link again, if it looks at most four times slower (0: never).
+    `decode_delay_value`, times how many decode (`decide` takes the sum). After `retry_every` recomputes in a row a load
+    is tried once to measure the link again, if it looks at most four times slower (0: never).
     """
 
     def __init__(
@@ -111,11 +111,12 @@ class Judge:
         self._in_flight.pop(request_id, None)
 
     def load_failed(self, request_id: str) -> None:
-        """Its load brought nothing or wrong bytes: this prefix is not loaded again."""
+        """Its load brought nothing or wrong bytes: this prefix is not loaded again, whoever asks, it included."""
         self.load_ended(request_id)
         self.counts["failed_loads"] += 1
         if request_id in self._said:
-            self._failed[self._said[request_id][0].prefix] = None
+            question, _ = self._said.pop(request_id)
+            self._failed[question.prefix] = None
             while len(self._failed) > REMEMBERED_FAILURES:
                 self._failed.popitem(last=False)
 

@@ -23,7 +23,8 @@ class Options:
     `inner` is the wrapped connector in the words of a `--kv-transfer-config` (kv_connector, kv_connector_module_path,
     kv_connector_extra_config). `machine`: a `Machine` JSON or a published profile (None: calibrate on what is seen),
     `tier`: which of its links the inner connector loads over. `checksums`: a folder that keeps, over restarts, what
-    the right bytes of each block are (None: in memory only). The rest as in `Judge`.
+    the right bytes of each block are (None: in memory only). The rest as in `Judge`: `decode_delay_value` is for one
+    active decode.
     """
 
     inner: Mapping[str, Any]
@@ -71,6 +72,11 @@ class Options:
         if self.machine is None:
             return None, self.tier or "outside"
         machine = Machine.load(self.machine)
+        if self.tier is None and not machine.links:
+            raise ValueError(
+                f"machine {machine.name!r} has no link to load over; probe the server with {self.inner['kv_connector']}"
+                " switched on, or leave kv_connector_extra_config.machine out"
+            )
         if self.tier is None and len(machine.links) > 1:
             raise ValueError(
                 f"kv_connector_extra_config.tier is missing: machine {machine.name!r} has links to"

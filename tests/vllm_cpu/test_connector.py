@@ -43,7 +43,8 @@ def bare(inner):
     one._inner_takes_groups = True
     one._scheduler = MagicMock()
     one._worker = MagicMock()
-    one._worker.guarded.side_effect = lambda load: load()
+    one._worker.guarded.side_effect = lambda load, errors: load()
+    one._worker.spoiled = False
     one._worker.failed_blocks.return_value = {7}
     one._kv_cache_config = MagicMock()
     return one
@@ -274,6 +275,24 @@ def test_an_asynchronous_load_ends_when_it_is_received_and_fails_with_its_blocks
     assert one.matched(request("again"), 0, (96, True)) == (0, False), "the prefix of a failed load"
 
 
+@pytest.mark.parametrize(("invalid", "lost"), [({7}, ()), (set(), {"a"})])
+def test_an_asynchronous_failure_reported_before_the_load_is_over_is_not_learned_from(invalid, lost):
+    now = [0.0]
+    one = half(clock=lambda: now[0])
+    one.judge.learner = MagicMock()
+    one.judge.learner.ready = False
+    one.matched(request(), 0, (96, True))
+    one.allocated(request(), blocks(range(6, 12)), 96)
+    one.schedule(step({}, {}), None)
+    one.done(StepDone(None, 1), (), invalid, lost)
+    now[0] = 2.0
+    one.schedule(step({}, {}), None)
+    one.done(StepDone(None, 2), {"a"}, set(), ())
+    one.judge.learner.saw_load.assert_not_called()
+    assert one.judge.take_counts()["failed_loads"] == 1
+    assert one.matched(request(), 0, (96, True)) == (0, False), "vLLM asks again for the same request"
+
+
 def test_a_declined_load_leaves_nothing_behind():
     one = half(max_load_tokens=0)
     one.matched(request(), 0, (96, True))
@@ -295,10 +314,10 @@ def test_what_an_inner_connector_raises_fails_the_loads_of_its_step_only_where_v
         worker = WorkerHalf(Checksums(), reportable=reportable, warn=lambda *_: None)
         worker.bind(order)
         with pytest.raises(OSError, match="the disk is gone"):
-            worker.guarded(broken)
+            worker.guarded(broken, set)
     worker = WorkerHalf(Checksums(), reportable=True, warn=lambda *_: None)
     worker.bind(StepOrder(None, 1, (load,)))
-    worker.guarded(broken)
+    worker.guarded(broken, set)
     assert worker.done(None).failed == {"a": "OSError: the disk is gone"}
     assert worker.failed_blocks() == {4, 5}
     assert worker.failed_blocks() == set()
@@ -314,8 +333,8 @@ def checking(tmp_path, file=None):
 
 
 def loads(worker, *names):
-    worker.bind(StepOrder(None, 2, (Load("b", 32, (1, 2), names),), {"b": ((b"z" * 32, 3),)}))
-    worker.guarded(lambda: None)
+    worker.bind(StepOrder(None, 2, (Load("b", 32, (1, 2), names),), {"b": ((b"z" * 32, 3),)}, heard=2))
+    worker.guarded(lambda: None, set)
     worker.check()
     worker.saved()
     return worker.failed_blocks(), worker.done(None)
@@ -338,6 +357,88 @@ def test_what_a_request_computes_behind_a_failed_load_is_not_taken_for_right(tmp
     cache[2, 1, 7, 3] = 0
     loads(worker, b"x" * 32, b"y" * 32)
     assert worker._checksums.look(b"z" * 32, worker._checksum(3)) == "right"
+
+
+class Storing:
+    """An inner connector that loads block 1 synchronously, fails as told, and stores what is in block 2."""
+
+    def __init__(self, raises=False, reports=()):
+        self.raises, self.reports, self.stored = raises, set(reports), []
+
+    def start_load_kv(self, forward_context):
+        if self.raises:
+            raise OSError("the file is gone")
+
+    def get_block_ids_with_load_errors(self):
+        reports, self.reports = self.reports, set()
+        return reports
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata):
+        self.stored.append(layer_name)
+
+    def wait_for_save(self):
+        self.stored.append("wait_for_save")
+
+    def bind_connector_metadata(self, metadata):
+        self.raises = self.raises and metadata == "failing"
+
+
+def one_step(bridge, order):
+    """What vLLM's worker does around a forward pass. Returns the blocks that the scheduler hears of."""
+    bridge.bind_connector_metadata(order)
+    bridge.start_load_kv(None)
+    bridge.save_kv_layer("layer 0", None, None)
+    bridge.wait_for_save()
+    return bridge.get_block_ids_with_load_errors()
+
+
+@pytest.mark.parametrize("failure", [{"raises": True}, {"reports": {1}}])
+def test_what_a_longer_request_computes_behind_anothers_failed_load_is_neither_stored_nor_believed(failure):
+    bridge = bare(Storing(**failure))
+    bridge._worker = worker = WorkerHalf(Checksums(), reportable=True, warn=lambda *_: None)
+    worker.register({"layer 0": torch.zeros(4, 2, 16, 8)}, 4)
+    behind = {"b": ((b"z" * 32, 2),)}  # B: block 1 is A's, block 2 its own
+    assert one_step(bridge, StepOrder("failing", 1, (Load("a", 16, (1,)),), behind)) == {1}
+    assert worker.done(None).failed.keys() == {"a"}
+    one_step(bridge, StepOrder(None, 2, (), behind, heard=0))  # was scheduled before the failure was known
+    assert bridge.inner.stored == []
+    assert worker._checksums.look(b"z" * 32, worker._checksum(2)) == "unknown"
+    one_step(bridge, StepOrder(None, 3, (), behind, heard=1))
+    assert bridge.inner.stored == ["layer 0", "wait_for_save"]
+    assert worker._checksums.look(b"z" * 32, worker._checksum(2)) == "right"
+
+
+def test_a_load_that_the_inner_connector_reports_does_not_keep_another_from_being_awaited_and_checked(tmp_path):
+    worker, cache = checking(tmp_path)
+    cache[2, 1, 7, 3] = 1
+    worker.bind(StepOrder(None, 2, (Load("a", 16, (3,)), Load("b", 32, (1, 2), (b"x" * 32, b"y" * 32)))))
+    worker.guarded(lambda: None, lambda: {3})
+    worker.check()
+    awaited = []
+    worker.guarded(lambda: awaited.append("layer 1"), set)
+    assert awaited == ["layer 1"]
+    assert worker.done(None).failed.keys() == {"a", "b"}
+    assert worker.failed_blocks() == {2, 3}
+
+
+def test_an_order_says_which_news_the_scheduler_has_heard():
+    one = half()
+    assert one.schedule(step({}, {}), None).heard == 0
+    assert one.schedule(step({}, {}), None).heard == 0
+    one.done(StepDone(None, 1), (), set(), ())
+    assert one.schedule(step({}, {}), None).heard == 1
+
+
+def test_the_failure_policy_is_set_and_where_that_is_not_enough_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(connector.logger, "info", said.append)
+    transfer = config().kv_transfer_config
+    for _ in range(2):
+        connector._recompute_failures(transfer)
+        assert transfer.kv_load_failure_policy == "recompute"
+    assert len(said) == 1
+    assert "MultiConnector" in said[0]
+    assert "outer config" in said[0]
 
 
 def test_a_block_without_a_checksum_is_counted_or_with_a_file_refused(tmp_path):

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ class CrossoverConnector(_Forwarding):  # type: ignore[misc]
     """Wraps the connector that `kv_connector_extra_config.inner` names; `Options` lists the other keys.
 
     Claims to support several KV cache groups, since vLLM asks the class; where the wrapped one does not and the model
-    has several, it refuses to start. Sets `kv_load_failure_policy` to "recompute": that is always possible here.
+    has several, it refuses to start. Sets its own `kv_load_failure_policy` to "recompute"; a member of a MultiConnector
+    cannot set the one that counts there.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -99,9 +101,7 @@ class CrossoverConnector(_Forwarding):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         identity = _identity(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
-            if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-                vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
-                logger.info("kvlab: kv_load_failure_policy is now 'recompute': a load that fails is computed again")
+            _recompute_failures(vllm_config.kv_transfer_config)
             block_size = vllm_config.cache_config.block_size
             self._scheduler = SchedulerHalf(
                 options.judge(_learner(vllm_config, options), block_size=block_size),
@@ -114,7 +114,7 @@ class CrossoverConnector(_Forwarding):  # type: ignore[misc]
             )
         else:
             file = options.checksum_file(identity, vllm_config.parallel_config.rank)
-            self._worker = WorkerHalf(Checksums(file), reportable=groups == 1, warn=logger.warning)
+            self._worker = WorkerHalf(Checksums(file, warn=logger.warning), reportable=groups == 1, warn=logger.warning)
         self.inner = connector(config, role, kv_cache_config)
 
     # Scheduler ------------------------------------------------------------------------------------------------------
@@ -211,17 +211,25 @@ class CrossoverConnector(_Forwarding):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load, and check what came."""
-        self.worker.guarded(lambda: self.inner.start_load_kv(forward_context, **kwargs))
+        load = partial(self.inner.start_load_kv, forward_context, **kwargs)
+        self.worker.guarded(load, self.inner.get_block_ids_with_load_errors)
         self.worker.check()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait on the step's clock."""
-        self.worker.guarded(lambda: self.inner.wait_for_layer_load(layer_name))
+        load = partial(self.inner.wait_for_layer_load, layer_name)
+        self.worker.guarded(load, self.inner.get_block_ids_with_load_errors)
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Save, unless a load of this step failed: other requests may compute behind its blocks."""
+        if not self.worker.spoiled:
+            self.inner.save_kv_layer(*args, **kwargs)
 
     def wait_for_save(self) -> None:
-        """The forward pass is over: what it computed is remembered, and saved."""
+        """The forward pass is over: what it computed is remembered, and saved (some connectors save only now)."""
         self.worker.saved()
-        self.inner.wait_for_save()
+        if not self.worker.spoiled:
+            self.inner.wait_for_save()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The wrapped connector's failures and those that the bridge found."""
@@ -266,6 +274,16 @@ class CrossoverConnector(_Forwarding):  # type: ignore[misc]
 
 def _options(vllm_config: Any) -> Options:
     return Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+
+def _recompute_failures(transfer: Any) -> None:
+    """Have loads that fail computed again, by the connector's own configuration, and say where that is not enough."""
+    if transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        logger.info(
+            "kvlab: kv_load_failure_policy is now 'recompute': a load that fails is computed again. As a member of"
+            " MultiConnector this does not count: set it on the outer config"
+        )
 
 
 def _wrapped(vllm_config: Any) -> tuple[Any, Any]:

@@ -28,12 +28,16 @@ class Load:
 
 @dataclass
 class StepOrder(KVConnectorMetadata):  # type: ignore[misc]
-    """Scheduler to workers. `computed`: {request id: ((name, block id), …)} of the blocks that this step fills."""
+    """Scheduler to workers. `computed`: {request id: ((name, block id), …)} of the blocks that this step fills.
+
+    `heard` is the latest step whose news the scheduler had when it scheduled this one.
+    """
 
     inner: Any
     step: int
     loads: tuple[Load, ...] = ()
     computed: dict[str, tuple[tuple[bytes, int], ...]] = field(default_factory=dict)
+    heard: int = 0
 
 
 @dataclass

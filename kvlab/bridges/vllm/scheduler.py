@@ -20,13 +20,17 @@ __all__ = ["SchedulerHalf"]
 
 @dataclass
 class _Pending:
-    """A load that vLLM has allocated blocks for. `alone`: nothing else was in flight when it began."""
+    """A load that vLLM has allocated blocks for. `alone`: nothing else was in flight when it began.
+
+    `failed`: reported before it was over, which vLLM allows for an asynchronous one.
+    """
 
     load: Load
     asynchronous: bool
     began_s: float
     alone: bool
     step: int = 0
+    failed: bool = False
 
 
 class SchedulerHalf:
@@ -57,6 +61,7 @@ class SchedulerHalf:
         self._say, self._warn, self._clock = say, warn, clock
         self._steps = StepClock()
         self._step = 0
+        self._heard = 0
         self._decodes = 0
         self._requests: dict[str, Any] = {}
         self._offered: dict[str, tuple[int, bool]] = {}  # (tokens in the cache, asynchronous) of the latest question
@@ -123,21 +128,24 @@ class SchedulerHalf:
             for chunk in chunks:
                 if filled := tuple(self._filled(chunk, state)):
                     computed[chunk.request_id] = filled
-        return StepOrder(inner, self._step, tuple(loads), computed)
+        return StepOrder(inner, self._step, tuple(loads), computed, self._heard)
 
     def done(self, news: StepDone | None, received: Iterable[str], invalid: set[int], lost: Iterable[str]) -> None:
         """A step's results are in.
 
-        `received`: requests whose asynchronous load is over, `lost`: those of them without their bytes; `invalid`:
-        blocks that failed to load, whoever says so.
+        `received`: requests whose asynchronous load is over, `lost`: those whose load brought nothing; `invalid`:
+        blocks that failed to load, whoever says so. Both may come before the load is over.
         """
         now_s, learner = self._clock(), self.judge.learner
         failed = dict(news.failed) if news else {}
         ended = [p for p in self._pending.values() if news is not None and 0 < p.step <= news.step]
         ended += [self._pending[one] for one in received if one in self._pending]
+        for pending in [*ended, *(p for p in self._pending.values() if p.asynchronous)]:
+            hit = pending.load.request_id in lost or not invalid.isdisjoint(pending.load.block_ids)
+            pending.failed = pending.failed or hit
         for pending in ended:
             request_id = pending.load.request_id
-            if request_id in lost or not invalid.isdisjoint(pending.load.block_ids):
+            if pending.failed:
                 failed.setdefault(request_id, "reported by the wrapped connector")
             del self._pending[request_id]
             if request_id in failed:
@@ -151,6 +159,7 @@ class SchedulerHalf:
             if pending.asynchronous and pending.alone and learner is not None:
                 learner.saw_load(pending.load.tokens, took_s)
         if news is not None:
+            self._heard = max(self._heard, news.step)
             if news.unchecked_blocks:
                 self.judge.counts["unchecked_blocks"] += news.unchecked_blocks
             self._steps.end(news.step, now_s, news.load_s, learner, failed)

@@ -35,6 +35,8 @@ class WorkerHalf:
         self._load_s = 0.0
         self._unchecked = 0
         self._failed: dict[str, str] = {}
+        self._failed_step = 0
+        self._broken = False
         self._bad_blocks: set[int] = set()
 
     def register(self, caches: Mapping[str, Any], blocks: int) -> None:
@@ -49,10 +51,22 @@ class WorkerHalf:
         self._load_s = 0.0
         self._unchecked = 0
         self._failed = {}
+        self._broken = False
 
-    def guarded(self, load: Callable[[], None]) -> None:
-        """Run a part of the inner connector's loading on the step's clock; what it raises fails the step's loads."""
-        if self._failed:
+    @property
+    def spoiled(self) -> bool:
+        """Whether what this step computes may rest on blocks that no load has filled, and must not be kept.
+
+        Any request may share them. So until the scheduler has heard of the failure: it may have the next step ready.
+        """
+        return bool(self._failed) or self._order.heard < self._failed_step
+
+    def guarded(self, load: Callable[[], None], errors: Callable[[], set[int]]) -> None:
+        """Run a part of the inner connector's loading on the step's clock; what it raises fails the step's loads.
+
+        So do the blocks that it reports itself (`errors`), asked for now: that must be known before anything is saved.
+        """
+        if self._broken:
             return  # its blocks are computed again anyway, and the inner connector may be in the middle of something
         began_s = time.perf_counter()
         try:
@@ -60,17 +74,22 @@ class WorkerHalf:
         except Exception as error:  # whatever a storage library may raise
             if not self._order.loads or not self._reportable:
                 raise
+            self._broken = True
             for one in self._order.loads:
                 self._fail(one, one.block_ids, f"{type(error).__name__}: {error}")
         finally:
             if self._order.loads:
                 self._load_s += time.perf_counter() - began_s
+        if self._order.loads:
+            self._hear(errors())
 
     def check(self) -> None:
         """Compare every block that the step's loads may have written with what it is known to hold."""
-        if not self._caches or self._failed:
+        if not self._caches:
             return
         for load in self._order.loads:
+            if load.request_id in self._failed:
+                continue
             wrong = []
             for name, block in zip(load.names, load.block_ids, strict=False):
                 found = self._checksums.look(name, self._checksum(block))
@@ -83,11 +102,10 @@ class WorkerHalf:
 
     def saved(self) -> None:
         """The step's forward pass is over: remember the bytes of the blocks that it filled."""
-        if not self._caches:
+        if not self._caches or self.spoiled:
             return
-        for request_id, blocks in self._order.computed.items():
-            if request_id not in self._failed:
-                self._checksums.record((name, self._checksum(block)) for name, block in blocks)
+        for blocks in self._order.computed.values():
+            self._checksums.record((name, self._checksum(block)) for name, block in blocks)
 
     def failed_blocks(self) -> set[int]:
         """Blocks to compute again; asked once a step."""
@@ -98,8 +116,16 @@ class WorkerHalf:
         """What the scheduler is told about the step."""
         return StepDone(inner, self._order.step, self._load_s, dict(self._failed), self._unchecked)
 
+    def _hear(self, reported: set[int]) -> None:
+        self._bad_blocks |= reported  # handed on with `failed_blocks`, those of other loads too
+        for load in self._order.loads:
+            blocks = [block for block in load.block_ids if block in reported]
+            if blocks and load.request_id not in self._failed:
+                self._fail(load, blocks, f"{len(blocks)} blocks were reported by the wrapped connector")
+
     def _fail(self, load: Load, blocks: Sequence[int], why: str) -> None:
         self._failed[load.request_id] = why
+        self._failed_step = self._order.step
         self._bad_blocks |= set(blocks)
         self._warn(
             "kvlab: loading %d tokens for request %s failed (%s); computing them", load.tokens, load.request_id, why
