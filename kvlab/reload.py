@@ -44,7 +44,7 @@ class Reload(Pending):
 
     `valid_blocks` shrinks when a block fails; what was computed with a block that fails in a later group is void. The
     target blocks from there on hold anything at all. Nothing more is written to them, and their owner may free them,
-    unless it is `timed_out`: then not before it is `settled`.
+    unless it is driven by `advance`, then when it is over, or `timed_out`: then not before it is `settled`.
     """
 
     hashes: Sequence[bytes] = field(kw_only=True)
@@ -70,10 +70,13 @@ class Reload(Pending):
         return self.valid_blocks
 
     def advance(self) -> bool:
-        """Take in what has come, without waiting; returns whether it is over."""
+        """Take in what has come, without waiting for more; returns whether it is over.
+
+        Only then are blocks that have failed free: a read that is under way may still write to them.
+        """
         self.read_ahead(_READS_AHEAD_POLLED)
         while self._next_group() is not None and self._comes(self._reads[0], time.perf_counter()):
-            self._advance()
+            self._advance(polled=True)
             self.read_ahead(_READS_AHEAD_POLLED)
         if self._next_group() is not None and time.perf_counter() >= self.deadline_s:
             self._give_up()
@@ -133,8 +136,11 @@ class Reload(Pending):
         sleep_until(min(read.piece.due_s, by_s))
         return read.piece.due_s <= by_s
 
-    def _advance(self) -> None:
-        """Take the next piece: wait for it, verify it, scatter what is valid. Too late, and nothing more is taken."""
+    def _advance(self, *, polled: bool = False) -> None:
+        """Take the next piece: wait for it, verify it, scatter what is valid. Too late, and nothing more is taken.
+
+        `polled`: it has come, and nothing else is waited for.
+        """
         lane = self.lane
         self.read_ahead()
         if not self._comes(self._reads[0], self.deadline_s):
@@ -146,7 +152,10 @@ class Reload(Pending):
             lane.streams.wait_host(read.event)
         last = read.event
         if read.piece.first < self.valid_blocks:
+            wanted = self.valid_blocks
             self._verify(read)
+            if self.valid_blocks < wanted and not polled:
+                self._stop_writing()
             targets = self._targets_of(read.piece)
             nbytes = len(targets) * lane.groups.extents[read.piece.group]
             self.bytes_moved += nbytes
@@ -172,9 +181,9 @@ class Reload(Pending):
             self._fail(piece.first, piece.count, f"{type(read.error).__name__}: {read.error}", corrupt)
             return
         lost = self.load.lost(piece)
-        if lost is not None and lost[0] < self.valid_blocks:
+        if lost is not None and lost.block < self.valid_blocks:
             self.tier.counters.read_failures += 1
-            self._fail(lost[0], 1, lost[1], corrupt=True)
+            self._fail(lost.block, 1, lost.why, lost.corrupt)
         if not self.load.checked:
             return
         started = time.perf_counter()
@@ -194,7 +203,10 @@ class Reload(Pending):
         self.tier.counters.failed_blocks += count
         for block_hash in self.hashes[first : first + count]:
             self.tier.drop(block_hash, corrupt=corrupt)
-        if self.load.in_place:  # reads under way still write to blocks that their owner may now give to somebody else
+
+    def _stop_writing(self) -> None:
+        """Wait for reads under way to where blocks have failed, whose owner may now give them to somebody else."""
+        if self.load.in_place:
             for event in [read.event for read in self._reads if read.event is not None]:
                 if not self.lane.ends_by(event, self.deadline_s):
                     self._give_up()

@@ -297,7 +297,10 @@ def sample(logits: Tensor, request: Request) -> int:
 
 
 def _copy_down(upper: Tier, lower: Tier, hashes: Sequence[bytes], fingerprint: Fingerprint) -> int:
-    """Copy blocks that lie in `upper`'s memory to files of `lower`; returns how many. Raises OSError from `lower`."""
+    """Copy blocks that lie in `upper`'s memory to `lower`, and wait for that; returns how many.
+
+    Raises OSError from `lower`. One that can hang has one time limit for all of them.
+    """
     load = upper.load(hashes, fingerprint)
     try:
         extents: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}  # by layer group and block
@@ -314,6 +317,7 @@ def _copy_down(upper: Tier, lower: Tier, hashes: Sequence[bytes], fingerprint: F
         }
         places = [block for block in range(len(hashes)) if block not in bad]
         store = lower.reserve([hashes[block] for block in places], fingerprint)
+        store.waited_for()
         try:
             for piece in store.pieces:
                 blocks = places[piece.first : piece.first + piece.count]

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from tiny_engine import check_tokens, one_thread, text, tiny_model  # noqa: F401
 
 from kvlab.engine import Engine
 from kvlab.pool import KVLayout
-from kvlab.tiers import HostTier, TierError, ValkeyTier, server_index
+from kvlab.tiers import HostTier, TierError, ValkeyTier, server_index, value
 from kvlab.tiers import server as server_module
+from kvlab.tiers import valkey as valkey_module
+from kvlab.torch_executor import _copy_down
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 LARGE = KVLayout(layers=4, kv_heads=8, head_dim=64, block_size=16, dtype="fp32")  # 256 KiB blocks
@@ -178,6 +181,117 @@ def test_pauses_grow_up_to_a_limit_and_end_with_an_answer(own, monkeypatch):
     assert asked._down_until_s - clock[0] == 0.5
 
 
+def test_pauses_grow_where_questions_are_answered_and_nothing_is_delivered(own, monkeypatch):
+    server = own()
+    asked = server_module.Server(server.url, timeout_s=60.0, question_s=60.0)
+    clock = [0.0]
+    monkeypatch.setattr(server_module.time, "perf_counter", lambda: clock[0])
+
+    def hang():
+        assert asked.ask([server_module.command(b"PING")]) == [b"PONG"]
+        with pytest.raises(TimeoutError), asked.payloads():
+            raise TimeoutError
+        pause_s = asked._down_until_s - clock[0]
+        clock[0] = asked._down_until_s
+        return pause_s
+
+    assert [hang() for _ in range(4)] == [0.5, 1, 2, 4]
+    with asked.payloads() as wire:
+        wire.send([server_module.command(b"PING")])
+        assert wire.reply() == b"PONG"
+    assert hang() == 0.5
+
+
+def test_sends_that_trickle_out_are_cut_off_at_the_limit(monkeypatch):
+    clock = [0.0]
+
+    class Trickle:
+        def settimeout(self, seconds):
+            self.most_s = seconds
+
+        def sendall(self, chunk):
+            assert self.most_s == pytest.approx(1.0 - clock[0])
+            clock[0] += 0.3
+
+    wire = server_module.Wire(None, 1.0)
+    wire._socket, wire.deadline_s = Trickle(), 1.0
+    monkeypatch.setattr(server_module.time, "perf_counter", lambda: clock[0])
+    with pytest.raises(TimeoutError):
+        wire.send([b"x"] * 9)
+    assert clock[0] == pytest.approx(1.2)
+
+
+def test_what_a_tier_above_hands_down_has_one_limit_for_all_of_it(own, monkeypatch, short_pauses):
+    """Each block alone would be in time; and who asks again, of another thread, has the usual one."""
+    monkeypatch.setattr(valkey_module, "_STORE_BYTES", 1)
+    server, lab = own(), Lab()
+    with lab.streams:
+        upper = lab.open(HostTier(1 << 20))
+        lower = lab.open(ValkeyTier(server.url, timeout_s=1.0, lookup_timeout_s=60.0))
+        lab.store(upper)
+        send = server_module.Wire.send
+        with monkeypatch.context() as context:
+            context.setattr(server_module.Wire, "send", lambda wire, chunks: (time.sleep(0.4), send(wire, chunks)))
+            with pytest.raises(TierError, match="cannot write the valkey tier"):
+                _copy_down(upper, lower, HASHES[:8], FINGERPRINT)
+        assert len(server.blocks()) < 8
+        assert lower.used_bytes == 0
+        again(lower)
+        assert _copy_down(upper, lower, HASHES[:8], FINGERPRINT) == 8
+        with lower.server.payloads() as wire:
+            assert wire.deadline_s is None
+
+
+def test_a_large_block_that_the_server_has_not_taken_whole_goes(lab, own, monkeypatch, short_pauses):
+    monkeypatch.setattr(value, "VALUE_BYTES", 600)
+    server = own()
+    tier = lab.open(ValkeyTier(server.url, **PATIENT))
+    send = server_module.Wire.send
+
+    def break_off(wire, chunks):
+        send(wire, chunks if len(chunks) == 1 else chunks[: len(chunks) // 2])  # one chunk is a question
+        if len(chunks) > 1:
+            raise ConnectionResetError("in the middle")
+
+    with monkeypatch.context() as context:
+        context.setattr(server_module.Wire, "send", break_off)
+        with pytest.raises(TierError, match="in the middle"):
+            lab.store(tier)
+    while len(server.all_keys()) < 2:  # it has taken what it got
+        pass
+    again(tier)
+    tier.look_up(HASHES[:1], FINGERPRINT)
+    assert server.all_keys() == [b"kvlab:fingerprints"]
+
+
+def test_a_load_that_has_failed_waits_for_no_read_that_is_still_under_way(own, monkeypatch):
+    server, lab, begun, gate = own(), Lab(), threading.Event(), threading.Event()
+
+    def read_in_place(load, piece, extents):
+        if piece.group == 0:
+            raise OSError("nothing came")
+        begun.set()
+        gate.wait()
+
+    with lab.streams:
+        tier = lab.open(ValkeyTier(server.url, **PATIENT))
+        lab.store(tier)
+        monkeypatch.setattr(valkey_module._ValkeyLoad, "read_in_place", read_in_place)
+        try:
+            pending = lab.transfer.reload(tier, HASHES[:8], list(range(16, 24)), timeout_s=10.0)
+            pending.read_ahead()
+            begun.wait()
+            while not tier.counters.failed_blocks:
+                assert not pending.advance()
+            assert pending.valid_blocks == 0
+            assert not pending.timed_out
+            assert not pending.advance(), "its blocks are still written to"
+        finally:
+            gate.set()
+        assert pending.wait().valid_blocks == 0
+        assert pending.settled
+
+
 def test_answers_that_trickle_in_are_cut_off_at_the_limit(monkeypatch):
     """Each read alone would be in time."""
     clock = [0.0]
@@ -294,12 +408,17 @@ def test_who_is_not_let_in_is_told_so_when_the_tier_is_opened(lab, own, url):
     assert "wr0ng" not in str(caught.value)
 
 
-def test_a_user_with_the_few_rights_that_the_docs_name_is_enough(lab, own):
+@pytest.mark.parametrize(
+    ("more", "database", "namespace"),
+    [([], "", "kvlab"), ([], "", "kvlab-run-0123456789ab"), (["+select"], "/1", "kvlab")],
+)
+def test_a_user_with_the_few_rights_that_the_docs_name_is_enough(lab, own, more, database, namespace):
     (rights,) = re.findall(r"`ACL SETUSER user (.*?)`", (DOCS / "valkey.md").read_text(encoding="utf-8"), re.DOTALL)
     server = own()
     with server.client() as client:
-        client.execute_command("ACL", "SETUSER", "user", *rights.split())
-    tier = lab.open(ValkeyTier(server.url.replace("//", "//user:password@"), ttl_s=60.0, **PATIENT))
+        client.execute_command("ACL", "SETUSER", "user", *rights.split(), *more)
+    url = server.url.replace("//", "//user:password@") + database
+    tier = lab.open(ValkeyTier(url, namespace=namespace, ttl_s=60.0, **PATIENT))
     assert tier.capacity_bytes > 0
     lab.store(tier)
     assert lab.fetch(tier).valid_blocks == 8

@@ -1,7 +1,8 @@
 """What every tier is: blocks kept by hash outside the pool, stored and loaded in pieces. Protocol and shared counters.
 
 A block is cut into extents, one per layer group; a `Piece` is a run of blocks' extents of one group that lie together.
-A tier's index is touched by the calling thread alone; `Store.write`, `Store.seal` and `Load.read` run on the io lane.
+A tier's index is touched by the calling thread alone; `Store.write`, `Store.seal` and `Load.read` run on the io lane,
+but for blocks that are copied from one tier to another: the calling thread itself writes those, and waits.
 Does not know pools, streams of compute, or who asked.
 """
 
@@ -26,6 +27,7 @@ __all__ = [
     "Extents",
     "Geometry",
     "Load",
+    "Lost",
     "Piece",
     "Staging",
     "StagingBuffer",
@@ -108,11 +110,14 @@ class Store(ABC):
     works: bool = True
     due_s: float = 0.0
 
+    def waited_for(self) -> None:  # noqa: B027  (most tiers do not hang)
+        """The calling thread writes now, and waits: the time for which one write may hang is that of all together."""
+
     def write(self, piece: Piece, extents: Extents) -> None:  # noqa: B027  (memory is filled by the copy itself)
-        """Take in the bytes of `piece`. Runs on the io lane; raises OSError."""
+        """Take in the bytes of `piece`. Runs on the io lane, unless it is `waited_for`; raises OSError."""
 
     def seal(self) -> None:  # noqa: B027  (memory is not durable)
-        """Make what was written durable, after the last `write`. Runs on the io lane; raises OSError."""
+        """Make what was written durable, after the last `write` and where that ran; raises OSError."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -121,6 +126,15 @@ class Store(ABC):
     @abstractmethod
     def abandon(self) -> None:
         """Give the room back; nothing stays behind."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A load's block that cannot be had, and why. `corrupt`: what is left of it is of no use to anybody else either."""
+
+    block: int
+    why: str
+    corrupt: bool
 
 
 @dataclass
@@ -155,8 +169,8 @@ class Load(ABC):
         Raises OSError or ValueError like `read`.
         """
 
-    def lost(self, piece: Piece) -> tuple[int, str] | None:  # noqa: ARG002  (files are read whole, or not)
-        """The first block of `piece`, which has been read, that was no longer there, and why; those before it were."""
+    def lost(self, piece: Piece) -> Lost | None:  # noqa: ARG002  (files are read whole, or not)
+        """The first block of `piece`, which has been read, that could not be had; those before it could."""
         return None
 
     @abstractmethod

@@ -5,6 +5,7 @@ Knows times only. Does not know where they are kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,15 +16,16 @@ __all__ = ["Lifetime"]
 class Lifetime:
     """`ttl_s` seconds on `clock` (in seconds) from when a tier took a block in; None: for ever.
 
-    A block that is handed down to another tier begins anew there. Raises ValueError for a time that is not positive.
+    A block that is handed down to another tier begins anew there. Raises ValueError for a time that is not positive, or
+    not finite.
     """
 
     ttl_s: float | None
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        if self.ttl_s is not None and not self.ttl_s > 0:
-            raise ValueError(f"ttl_s is {self.ttl_s}; expected a positive number of seconds, or None")
+        if self.ttl_s is not None and not (self.ttl_s > 0 and math.isfinite(self.ttl_s)):
+            raise ValueError(f"ttl_s is {self.ttl_s}; expected a positive number of seconds, not infinite, or None")
 
     def over(self, stored_s: float) -> bool:
         """Whether what was stored at `stored_s` on the clock is too old now.

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     import socket
@@ -53,7 +54,7 @@ def milliseconds(seconds: float) -> int:
 class Wire:
     """One connection: commands go out, and their replies come in that order. Not for two threads at once.
 
-    `deadline_s`, an instant of `perf_counter`, bounds all reads together; None: each read has the client's time-out.
+    `deadline_s`, an instant of `perf_counter`, bounds all of them together; None: each send or read has `timeout_s`.
     """
 
     def __init__(self, connection: Any, timeout_s: float) -> None:
@@ -95,8 +96,8 @@ class Wire:
     def send(self, chunks: Sequence[bytes | memoryview]) -> None:
         """Send commands in `command`'s form, cut anywhere. Raises OSError."""
         assert self._socket is not None, "open the connection first"
-        self._socket.settimeout(self._left_s())
         for chunk in chunks:
+            self._socket.settimeout(self._left_s())
             self._socket.sendall(chunk)
 
     def reply(self, targets: Sequence[memoryview] = ()) -> Reply:
@@ -172,7 +173,8 @@ class Server:
 
     A question takes `question_s` seconds at most, and as long again where it has to connect first; a payload may stand
     still for `timeout_s`. After a failure nothing is asked for a pause, which doubles up to half a minute as long as
-    failures go on, so that who asks at every step does not wait at every step. The password is kept by the client
+    failures go on, so that who asks at every step does not wait at every step. An answer ends what questions have
+    failed, but not what payloads have: a server may answer and yet not deliver. The password is kept by the client
     alone: it comes with the URL or from the environment variable KVLAB_VALKEY_PASSWORD, and is in no message.
     Raises ValueError for a URL that is none, or without the client.
     """
@@ -193,17 +195,24 @@ class Server:
         if password := os.environ.get(PASSWORD_VARIABLE):
             options["password"] = password
         try:
+            if not url.lower().startswith("unix://") and "@" in (parts := urlsplit(url)).path + parts.fragment:
+                raise ValueError("its password ends the host's place too early")
             pool = valkey.ConnectionPool.from_url(url, **options)
             pool.connection_kwargs.update(protocol=2)
             self._pool, self._timeout_s, self._question_s = pool, timeout_s, question_s
             self._questions = self._wire(question_s)
-        except (ValueError, TypeError, valkey.ValkeyError) as error:
-            raise ValueError(f"the server's URL cannot be used: {error}") from error
+        except (ValueError, TypeError, valkey.ValkeyError):
+            # What it says may repeat a part of the password that was taken for a port.
+            raise ValueError(
+                "the server's URL cannot be used: its host, port, database or an option cannot be read; "
+                "percent-encode / ? # @ in the password, or give it in KVLAB_VALKEY_PASSWORD"
+            ) from None
         place = pool.connection_kwargs
         self.place = str(place.get("path") or f"{place.get('host', 'localhost')}:{place.get('port', 6379)}")
         self._idle: list[Wire] = []
         self._lock = threading.Lock()
-        self._failures, self._down_until_s = 0, 0.0
+        self._failed_questions = self._failed_payloads = 0  # since the last that did not
+        self._down_until_s = 0.0
         weakref.finalize(self, _close, self._questions, self._idle)
 
     def _wire(self, timeout_s: float) -> Wire:
@@ -228,24 +237,29 @@ class Server:
             replies = [wire.reply() for _ in commands]
         except BaseException as error:
             wire.close()
-            self._failed(error)
+            self._failed_questions += self._pause(error)
             raise
-        self._failures = 0
+        self._failed_questions = 0
         return replies
 
     @contextmanager
-    def payloads(self) -> Iterator[Wire]:
-        """A connection for large commands and replies, to be left when all of them are in. Raises OSError."""
+    def payloads(self, deadline_s: float | None = None) -> Iterator[Wire]:
+        """A connection for large commands and replies, to be left when all of them are in. Raises OSError.
+
+        `deadline_s`: the instant of `perf_counter` by which they must be; None: each may stand still for a while.
+        """
         self._check_up()
         with self._lock:
             wire = self._idle.pop() if self._idle else self._wire(self._timeout_s)
         try:
             wire.open()
+            wire.deadline_s = deadline_s
             yield wire
         except BaseException as error:
             wire.close()
-            self._failed(error)
+            self._failed_payloads += self._pause(error)
             raise
+        self._failed_questions = self._failed_payloads = 0
         with self._lock:
             self._idle.append(wire)
 
@@ -260,8 +274,13 @@ class Server:
             left_s = self._down_until_s - time.perf_counter()
             raise ConnectionError(f"it has failed {self._failures} times; asked again in {left_s:.1f} s")
 
-    def _failed(self, error: BaseException) -> None:
+    @property
+    def _failures(self) -> int:
+        return self._failed_questions + self._failed_payloads
+
+    def _pause(self, error: BaseException) -> bool:
+        """Leave the server alone for a while, if `error` is a failure of it; whether it is."""
         if isinstance(error, OSError):
             pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._failures, 10))
-            self._failures += 1
             self._down_until_s = time.perf_counter() + pause_s
+        return isinstance(error, OSError)

@@ -38,9 +38,10 @@ class ServerIndex:
         self.extents: tuple[int, ...] = ()
         self.doomed: dict[bytes, None] = {}
         self._headers: OrderedDict[bytes, BlockHeader] = OrderedDict()  # by block hash, the one met first first
-        self._seen_s: dict[bytes, float] = {}  # when a block was looked up
+        self._seen_s: OrderedDict[bytes, float] = OrderedDict()  # when a block was looked up, of those just now
+        self._outdated: OrderedDict[bytes, None] = OrderedDict()  # blocks that are there and too old for us
         self._forms: dict[Fingerprint, BlockForm] = {}
-        self._listed: set[bytes] = set()  # digests of the forms that are in the server's list
+        self._listed_s: dict[bytes, float] = {}  # by digest of a form, when it was put on the server's list
 
     def open(self, extents: tuple[int, ...]) -> None:
         """From now on blocks are cut so."""
@@ -81,9 +82,14 @@ class ServerIndex:
                     self._learn(form, block_hash, reply)
 
     def _learn(self, form: BlockForm, block_hash: bytes, reply: Reply) -> None:
-        """What a look-up says: the block's header, nothing, or something that is of no use and goes."""
-        self._seen_s[block_hash] = time.perf_counter()
+        """What a look-up says: the block's header, nothing, or something that is of no use to anybody and goes.
+
+        A block that is too old stays: others may give blocks more time, and the server removes it in its own.
+        """
+        self._saw(block_hash)
         header = self._headers.pop(block_hash, None)
+        outdated = block_hash in self._outdated
+        self._outdated.pop(block_hash, None)
         if not reply or (isinstance(reply, Refusal) and not reply.of_key):
             return
         if header is None or header.raw != reply:
@@ -94,10 +100,16 @@ class ServerIndex:
                 self.doomed[block_hash] = None
                 return
         if self.lifetime.over(header.created):
-            self.counters.expired_blocks += 1
-            self.doomed[block_hash] = None
+            self.counters.expired_blocks += not outdated
+            self._outdated[block_hash] = None
+            if len(self._outdated) > _MOST_KNOWN:
+                self._outdated.popitem(last=False)
         else:
             self.remember(header)
+
+    def outdated(self, hashes: Iterable[bytes]) -> frozenset[bytes]:
+        """Those that the last look-up has found and that were too old: whoever stores them again replaces them."""
+        return frozenset(block_hash for block_hash in hashes if block_hash in self._outdated)
 
     def ask(self, commands: Sequence[bytes]) -> list[Reply]:
         """Ask, after removing what is doomed. Raises OSError."""
@@ -109,16 +121,23 @@ class ServerIndex:
         return replies[bool(keys) :]
 
     def announce(self, form: BlockForm) -> None:
-        """Put a form on the server's list, so that others can be told what differs. Raises OSError."""
+        """Put a form on the server's list, so that others can be told what differs; again before it expires there.
+
+        Raises OSError.
+        """
+        now_s, ttl_s = time.perf_counter(), self.lifetime.ttl_s
+        listed_s = self._listed_s.get(form.digest)
+        listed = listed_s is not None and (ttl_s is None or now_s - listed_s < ttl_s / 2)
         commands = [command(b"HSET", self._list_key, form.digest.hex().encode(), form.facts)]
-        if self.lifetime.ttl_s is not None:
-            commands.append(command(b"PEXPIRE", self._list_key, milliseconds(self.lifetime.ttl_s)))
+        if ttl_s is not None:
+            commands.append(command(b"PEXPIRE", self._list_key, milliseconds(ttl_s)))
         # Even where it is there already: an answer shows that a store is worth beginning.
-        replies = self.ask([command(b"PING")] if form.digest in self._listed else commands)
+        replies = self.ask([command(b"PING")] if listed else commands)
         for reply in replies:
             if isinstance(reply, Refusal):
                 raise reply
-        self._listed.add(form.digest)
+        if not listed:
+            self._listed_s[form.digest] = now_s
 
     def differences(self, form: BlockForm) -> list[str]:
         """Fields in which the most similar form of the server's list differs; [] also where it does not answer."""
@@ -138,11 +157,18 @@ class ServerIndex:
     def remember(self, header: BlockHeader) -> None:
         """A block is there."""
         self._headers[header.block_hash] = header
-        self._seen_s[header.block_hash] = time.perf_counter()
+        self._outdated.pop(header.block_hash, None)
+        self._saw(header.block_hash)
         while len(self._headers) > _MOST_KNOWN:
             self._headers.popitem(last=False)
-        if len(self._seen_s) > 2 * _MOST_KNOWN:  # mostly of blocks that were not there
-            self._seen_s = {block_hash: self._seen_s[block_hash] for block_hash in self._headers}
+
+    def _saw(self, block_hash: bytes) -> None:
+        """A block was looked up now, there or not. Those that were not so recently need not be kept in mind."""
+        now_s = time.perf_counter()
+        self._seen_s.pop(block_hash, None)
+        self._seen_s[block_hash] = now_s
+        while now_s - next(iter(self._seen_s.values())) > _FRESH_S:
+            self._seen_s.popitem(last=False)
 
     def forget(self, block_hash: bytes) -> None:
         """Nothing is known of a block any more."""

@@ -1,7 +1,8 @@
 """A Valkey or Redis server as a tier that many processes share: it evicts by itself, and whatever fails is a miss.
 
 Nothing is asked block by block: `look_up` asks for a whole chain, and `contains` answers from what was found. Look-ups
-run on the calling thread and are short, payloads on the io lane. Does not know sockets or the pool.
+run on the calling thread and are short, payloads on the io lane, but for blocks that a tier above hands down: those the
+calling thread sends. Does not know sockets or the pool.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvlab.tiers.base import (
     Extents,
     Geometry,
     Load,
+    Lost,
     Piece,
     Store,
     Tier,
@@ -47,10 +49,15 @@ class _ValkeyStore(Store):
     tier: ValkeyTier = field(kw_only=True)
     form: BlockForm = field(kw_only=True)
     created: float = field(kw_only=True)
+    outdated: frozenset[bytes] = field(kw_only=True)  # blocks that are there, too old, and replaced
     extents: dict[int, list[Bytes]] = field(kw_only=True, default_factory=dict)  # by block, of the groups that came
     headers: dict[int, BlockHeader] = field(kw_only=True, default_factory=dict)  # of the blocks that are there now
-    partial: list[bytes] = field(kw_only=True, default_factory=list)  # blocks that the server has refused a part of
+    partial: list[bytes] = field(kw_only=True, default_factory=list)  # blocks of which a part may be missing
     failed: OSError | None = field(kw_only=True, default=None)
+    deadline_s: float | None = field(kw_only=True, default=None)
+
+    def waited_for(self) -> None:
+        self.deadline_s = time.perf_counter() + self.tier.timeout_s
 
     def write(self, piece: Piece, extents: Extents) -> None:
         if self.failed is not None:
@@ -60,10 +67,13 @@ class _ValkeyStore(Store):
             # Whoever waits for its other groups outlives the memory it came in.
             self.extents.setdefault(block, []).append(extent if last else extent.copy())
         if last:
+            blocks = range(piece.first, piece.first + len(extents))
             try:
-                self._send(range(piece.first, piece.first + len(extents)))
+                self._send(blocks)
             except OSError as error:
                 self.failed = error
+                if len(self.tier.index.keys.of(self.hashes[piece.first])) > 1:
+                    self.partial += [self.hashes[block] for block in blocks]
 
     def _send(self, blocks: range) -> None:
         chunks: list[bytes | memoryview] = []
@@ -72,12 +82,12 @@ class _ValkeyStore(Store):
             block_hash, extents = self.hashes[block], self.extents.pop(block)
             sums = [checksum(extent, block_hash, group) for group, extent in enumerate(extents)]
             header = self.form.header(block_hash, self.created, sums)
-            # The first value last, and only where none is there: the rest is that of its checksums.
+            # The first value last, and only where none of use is there: the rest is that of its checksums.
             for part, payload in reversed(list(enumerate(self.form.cut(extents)))):
                 head = [header.raw, self.form.facts] if part == 0 else []
                 chunks += self._set(block_hash, part, [*head, *payload])
                 owners.append((block, header if part == 0 else None))
-        with self.tier.server.payloads() as wire:
+        with self.tier.server.payloads(self.deadline_s) as wire:
             wire.send(chunks)
             replies = [wire.reply() for _ in owners]
         for (block, first), reply in zip(owners, replies, strict=True):
@@ -88,9 +98,9 @@ class _ValkeyStore(Store):
                 self.headers[block] = first
 
     def _set(self, block_hash: bytes, part: int, value: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-        """The command that writes a value, without a copy; the first one of a block replaces none that is there."""
+        """The command that writes a value, without a copy; the first one of a block replaces only what is too old."""
         ttl_s = self.tier.index.lifetime.ttl_s
-        options: list[bytes | int] = [b"NX"] if part == 0 else []
+        options: list[bytes | int] = [b"NX"] if part == 0 and block_hash not in self.outdated else []
         options += [] if ttl_s is None else [b"PX", milliseconds(ttl_s)]
         words = command(b"SET", self.tier.index.keys.of(block_hash)[part], b"", *options)
         before, after = words.split(b"$0\r\n\r\n", 1)  # the value goes where the empty word is
@@ -113,7 +123,7 @@ class _ValkeyLoad(Load):
     tier: ValkeyTier = field(kw_only=True)
     form: BlockForm = field(kw_only=True)
     headers: list[BlockHeader] = field(kw_only=True)
-    gone: dict[int, str] = field(kw_only=True, default_factory=dict)  # why a block cannot be had, by block
+    gone: dict[int, Lost] = field(kw_only=True, default_factory=dict)  # by block
 
     def checksum(self, group: int, block: int) -> int:
         return self.headers[block].checksums[group]
@@ -126,7 +136,7 @@ class _ValkeyLoad(Load):
     def read_in_place(self, piece: Piece, extents: list[Bytes]) -> None:
         form, ranges, keys = self.form, self.form.ranges(piece.group), self.tier.index.keys
         asked: list[bytes] = []
-        wanted: list[tuple[int, bytearray, list[memoryview]]] = []  # block, room for a header, and where all of it goes
+        wanted: list[tuple[int, int, bytearray, list[memoryview]]] = []  # block, part, room for a header, all targets
         for block, extent in enumerate(extents, start=piece.first):
             names, done = keys.of(self.headers[block].block_hash), 0
             for place in ranges:
@@ -134,32 +144,50 @@ class _ValkeyLoad(Load):
                 header = bytearray(form.header_bytes if with_header else 0)
                 start = 0 if with_header else place.start
                 asked.append(command(b"GETRANGE", names[place.part], start, place.stop - 1))
-                wanted.append((block, header, [memoryview(header), extent.data[done : done + nbytes]]))
+                wanted.append((block, place.part, header, [memoryview(header), extent.data[done : done + nbytes]]))
                 done += nbytes
         with self.tier.server.payloads() as wire:
             wire.send([b"".join(asked)])
-            replies = [wire.reply(targets) for _, _, targets in wanted]
-        for (block, header, _), reply in zip(wanted, replies, strict=True):
+            replies = [wire.reply(targets) for *_, targets in wanted]
+        for (block, part, header, _), reply in zip(wanted, replies, strict=True):
             if isinstance(reply, Refusal) and not reply.of_key:
                 raise reply
             if not isinstance(reply, int):
-                self.gone.setdefault(block, "it was replaced" if reply else "the server has evicted it")
-            elif header and header[: form.fixed_bytes] != self.headers[block].raw:
-                self.gone.setdefault(block, self._changed(bytes(header), self.headers[block].block_hash))
+                self.gone.setdefault(block, self._missing(block, part))
+                return  # nobody wants those behind it
+            if header and header[: form.fixed_bytes] != self.headers[block].raw:
+                self.gone.setdefault(block, self._changed(bytes(header), block))
+                return
 
-    def _changed(self, header: bytes, block_hash: bytes) -> str:
+    def _missing(self, block: int, part: int) -> Lost:
+        """Why a value is not as long as it was: what stands at the block's beginning now says so. Raises OSError."""
+        key = self.tier.index.keys.of(self.headers[block].block_hash)[0]
+        with self.tier.server.payloads() as wire:
+            wire.send([command(b"GETRANGE", key, 0, self.form.header_bytes - 1)])
+            header = wire.reply()
+        if isinstance(header, Refusal) and not header.of_key:
+            raise header
+        if header == b"":
+            return Lost(block, "the server has evicted it", corrupt=False)
+        if isinstance(header, bytes) and header[: self.form.fixed_bytes] != self.headers[block].raw:
+            return self._changed(header, block)
+        return Lost(block, f"its value number {part} is not whole", corrupt=True)
+
+    def _changed(self, header: bytes, block: int) -> Lost:
         """Why a header is not the one that was looked up."""
         fixed = self.form.fixed_bytes
         try:
-            if self.form.decode(header[:fixed], block_hash).digest == self.form.digest:
-                return "it was written again since it was looked up"
+            now = self.form.decode(header[:fixed], self.headers[block].block_hash)
         except ValueError as error:
-            return str(error)
-        return f"it is stored under another fingerprint now: {', '.join(self.form.differences(header[fixed:]))}"
+            return Lost(block, str(error), corrupt=True)
+        if now.digest == self.form.digest:
+            return Lost(block, "it was written again since it was looked up", corrupt=False)
+        differences = ", ".join(self.form.differences(header[fixed:]))
+        return Lost(block, f"it is stored under another fingerprint now: {differences}", corrupt=False)
 
-    def lost(self, piece: Piece) -> tuple[int, str] | None:
+    def lost(self, piece: Piece) -> Lost | None:
         blocks = range(piece.first, piece.first + piece.count)
-        return next(((block, self.gone[block]) for block in blocks if block in self.gone), None)
+        return next((self.gone[block] for block in blocks if block in self.gone), None)
 
     def close(self) -> None:
         self.tier._readers -= Counter(header.block_hash for header in self.headers)
@@ -171,10 +199,11 @@ class ValkeyTier(Tier):
 
     Query options of the `valkey` client are understood (ssl_ca_certs=…, ssl_certfile=…); a password may also come from
     KVLAB_VALKEY_PASSWORD. `namespace` begins every key. `ttl_s`: seconds on `clock` after which a block is a miss; the
-    server removes it then. `timeout_s`: how long a payload may stand still. `lookup_timeout_s`: how long the calling
-    thread waits for an answer (and as long again where it has to connect); after a failure nothing is here for a pause
-    of 0.5 to 30 s. `used_bytes` is what was stored or found from here and not missed since, for the server evicts by
-    itself; `capacity_bytes` what it said it may use when the tier was opened (0: it did not say).
+    server removes it then. `timeout_s`: how long a payload may stand still, and how long the calling thread waits where
+    a tier above hands blocks down. `lookup_timeout_s`: how long that waits for an answer (and as long again where it
+    has to connect); after a failure nothing is here for a pause of 0.5 to 30 s. `used_bytes` is what was stored or
+    found from here and not missed since, for the server evicts by itself; `capacity_bytes` what it said it may use when
+    the tier was opened (0: it did not say).
     Raises ValueError for a URL that is none, or without the client: pip install 'kvlab[valkey]'.
     """
 
@@ -194,6 +223,7 @@ class ValkeyTier(Tier):
         self.name = name
         self.capacity_bytes = 0
         self.counters = Counters()
+        self.timeout_s = timeout_s
         self.server = Server(url, timeout_s=timeout_s, question_s=lookup_timeout_s)
         self.index = ServerIndex(self.server, namespace, Lifetime(ttl_s, clock), self.counters)
         self._clock = clock
@@ -278,12 +308,13 @@ class ValkeyTier(Tier):
             self.index.announce(form)
         except OSError as error:
             raise self._error("write", error) from error
+        outdated = self.index.outdated(hashes)
         most = max(1, _STORE_BYTES // geometry.block_bytes)
         runs = [(first, min(most, len(hashes) - first), 0, 0) for first in range(0, len(hashes), most)]
         # A few blocks at a time with all their groups, since a block is sent as a whole.
         pieces = [piece for run in runs for piece in in_pieces([run], form.extents, geometry.piece_bytes)]
         self._reserved_bytes += len(hashes) * form.block_bytes
-        return _ValkeyStore(list(hashes), pieces, tier=self, form=form, created=self._clock())
+        return _ValkeyStore(list(hashes), pieces, tier=self, form=form, created=self._clock(), outdated=outdated)
 
     def _publish(self, store: _ValkeyStore) -> None:
         self._reserved_bytes -= len(store.hashes) * store.form.block_bytes

@@ -5,7 +5,7 @@
 
 `created`: seconds since the epoch. The facts are JSON: fingerprint and extents. Integers are little-endian, and nothing
 is unpickled. What would be longer than VALUE_BYTES goes on in further values; the first one, with the header, is
-written last, so that a block can be found only when it is whole.
+written last, so that a block is not found before it is whole.
 """
 
 from __future__ import annotations
