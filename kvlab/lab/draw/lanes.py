@@ -50,7 +50,5 @@ def lanes_figure(operations: Sequence[Any], direction: Direction, blocks: Sequen
     axis.set_xlim(0, max(bar.end_ms for bar in found) * 1.01)
     axis.set_xlabel("time (ms, made up)")
     axis.grid(visible=False, axis="y")
-    stamp(
-        figure, "arithmetic on made-up durations; numbers are block ids; hatched: bytes that are not this block's"
-    )
+    stamp(figure, "arithmetic on made-up durations; numbers are block ids; hatched: bytes that are not this block's")
     return figure
