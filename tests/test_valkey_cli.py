@@ -45,7 +45,7 @@ def test_a_crossover_against_a_server_leaves_a_machine_that_plans_and_decides(tm
     [
         (["valkey://127.0.0.1:1", "redis://127.0.0.1:2"], "more than one server"),
         (["http://127.0.0.1"], "begins with none of valkey://"),
-        ([f"valkey://127.0.0.1:{free_port()}"], "cannot open the valkey tier at 127.0.0.1:"),
+        ([f"valkey://127.0.0.1:{free_port()}"], "kvlab: cannot open the valkey tier at 127.0.0.1:"),
     ],
 )
 def test_a_server_that_is_none_is_one_clear_line(tiers, why, tmp_path):

@@ -364,8 +364,9 @@ class ValkeyTier(Tier):
         self.index.remove(block_hash for block_hash in self.index if block_hash not in self._readers)
 
     def _error(self, doing: str, error: OSError) -> TierError:
-        return TierError(
-            error.errno,
-            f"cannot {doing} the {self.name} tier at {self.server.place}: {error.strerror or error}; "
-            "it needs a Valkey or Redis server that answers, lets this user in and has memory",
+        why = str(error.strerror or error).rstrip(".")
+        said = (
+            f"cannot {doing} the {self.name} tier at {self.server.place}: {why}; "
+            "it needs a Valkey or Redis server that answers, lets this user in and has memory"
         )
+        return TierError(said) if error.errno is None else TierError(error.errno, said)  # the client's have none
