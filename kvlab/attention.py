@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Padding", "attend", "attend_each", "causal_mask", "pad"]
+__all__ = ["Padding", "attend", "attend_each", "attend_whole", "attend_within", "causal_mask", "pad"]
 
 # Queries per masked call. Each call stops at the last key that its queries see, so small blocks skip more of the
 # triangle above the diagonal. A GPU wants fewer and larger calls.
@@ -61,14 +61,29 @@ def attend_each(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, padding: Paddi
     Sequence b sees its first `lengths[b]` (on the CPU) of L keys. What lies beyond is overwritten, in place, since a
     stale NaN would survive any mask: 0 · NaN is NaN. `padding` is `pad(lengths, L)`, made here when it is not given.
     """
-    batch, heads, dim = q.shape
-    kv_heads, longest = k.shape[1], int(lengths.max())
-    padding = padding or pad(lengths, len(k) // batch, q)
+    padding = padding or pad(lengths, len(k) // len(q), q)
     if padding.mask is not None:
         for t in (k, v):
             t.index_fill_(0, padding.beyond, 0)
-    k, v = (t.view(batch, -1, kv_heads, dim)[:, :longest].transpose(1, 2) for t in (k, v))
-    out = F.scaled_dot_product_attention(q.reshape(batch, kv_heads, -1, dim), k, v, attn_mask=padding.mask)
+    k, v = (t.view(len(q), -1, *t.shape[1:])[:, : int(lengths.max())] for t in (k, v))
+    return attend_whole(q, k, v, padding.mask)
+
+
+def attend_within(q: Tensor, k: Tensor, v: Tensor, beyond: Tensor, mask: Tensor) -> Tensor:
+    """`attend_each` for a step that is recorded: no shape depends on a value, and no value is read on the host.
+
+    `beyond` [B, L] (bool) says which keys a sequence may not see, `mask` [B, 1, 1, L] is −∞ there and 0 elsewhere; each
+    sequence sees one key at least. All L are read, and what lies beyond is overwritten, as there.
+    """
+    k, v = (t.masked_fill_(beyond.view(-1, 1, 1), 0).view(*beyond.shape, *t.shape[1:]) for t in (k, v))
+    return attend_whole(q, k, v, mask)
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """One query per sequence to all its keys, folded: k and v [B, L, kv_heads, head_dim], else as `attend_each`."""
+    batch, heads, dim = q.shape
+    folded = q.reshape(batch, k.shape[2], -1, dim)
+    out = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
     return out.reshape(batch, heads * dim)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvlab import weights as weights_module
 from kvlab.adapter import Adapter, read_adapter
 from kvlab.arch import ModelArch
-from kvlab.attention import attend, attend_each, causal_mask, pad
+from kvlab.attention import attend, attend_each, attend_within, causal_mask, pad
 from kvlab.blocks import BlockTable, blocks_for
 from kvlab.fingerprint import Fingerprint
 from kvlab.layers import Decoder
@@ -152,6 +152,33 @@ class Model:
         Sequence b attends to [0, positions[b]] of `tables[b]`. The weight matmuls are batched over the sequences.
         Raises ValueError as `prefill` does, or when the three arguments differ in length.
         """
+        given = self.decode_inputs(tokens, pool, tables, positions)
+        lengths = given[:, 1] + 1
+        padding = pad(lengths, (given.shape[1] - 2) * pool.layout.block_size, pool.rows)
+        return self._decode(
+            given.to(self.device), pool, lambda q, keys, values: attend_each(q, keys, values, lengths, padding)
+        )
+
+    @torch.inference_mode()
+    def decode_static(self, given: Tensor, pool: BlockPool) -> Tensor:
+        """`decode` of what `decode_inputs` gave, on the device → logits [B, vocab]. Checks nothing.
+
+        No shape depends on a value and no value is read on the host, so that a graph can record it; a replay then
+        decodes what lies in `given` at that time.
+        """
+        keys = torch.arange((given.shape[1] - 2) * pool.layout.block_size, device=given.device)
+        beyond = keys > given[:, 1:2]  # [B, L]
+        mask = torch.zeros(beyond.shape, dtype=pool.rows.dtype, device=given.device).masked_fill_(beyond, -torch.inf)
+        return self._decode(given, pool, lambda q, k, v: attend_within(q, k, v, beyond, mask[:, None, None]))
+
+    def decode_inputs(
+        self, tokens: Tensor, pool: BlockPool, tables: Sequence[Blocks], positions: Sequence[int]
+    ) -> Tensor:
+        """What a decode step is given, checked: int64 [B, 2 + W] on the CPU, a token, its position, its W blocks.
+
+        Shorter tables are padded with block 0 of their own, which attention never lets into a result.
+        Arguments and errors as in `decode`.
+        """
         ids = torch.as_tensor(tokens, dtype=torch.int64)
         self._check(ids, pool)
         if not len(ids) == len(tables) == len(positions) >= 1:
@@ -161,22 +188,21 @@ class Model:
         if not 0 <= min(positions) <= max(positions) < self.arch.max_positions:
             raise ValueError(f"positions {list(positions)} are outside [0, {self.arch.max_positions})")
         held = [_held(table, pool, position + 1) for table, position in zip(tables, positions, strict=True)]
-        lengths = torch.tensor(positions) + 1
-        # Shorter tables are padded with block 0 of their own; `attend_each` never lets padding into a result.
         padded = torch.nn.utils.rnn.pad_sequence(held, batch_first=True, padding_value=-1)
-        padded = torch.where(padded < 0, padded[:, :1], padded).to(self.device)
-        at = torch.tensor(positions, device=self.device)
-        own = padded.gather(1, (at // pool.layout.block_size)[:, None])[:, 0]
-        slots = _slots(own, at, pool)
-        window = Window(pool, slots, padded.flatten(), padded.numel() * pool.layout.block_size)
-        padding = pad(lengths, padded.shape[1] * pool.layout.block_size, pool.rows)
+        padded = torch.where(padded < 0, padded[:, :1], padded).cpu()
+        return torch.column_stack((ids.cpu(), torch.tensor(positions), padded))
+
+    def _decode(self, given: Tensor, pool: BlockPool, mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """The step itself. `mix`: attention of q [B, heads, head_dim] to all keys and values, both [B · L, …]."""
+        ids, at, tables = given[:, 0], given[:, 1], given[:, 2:]
+        own = tables.gather(1, (at // pool.layout.block_size)[:, None])[:, 0]
+        window = Window(pool, _slots(own, at, pool), tables.flatten(), tables.numel() * pool.layout.block_size)
         cos, sin = self.rope.at(at, TORCH_DTYPES[self.dtype])
-        x = F.embedding(ids.to(self.device), self.weights.embed)
+        x = F.embedding(ids, self.weights.embed)
         for index in range(self.decoder.layers):
             q, k, v = self._project(index, x, cos, sin)
             window.write(index, k, v)
-            keys, values = window.read(index)
-            x = self._finish(index, x, attend_each(q, keys, values, lengths, padding))
+            x = self._finish(index, x, mix(q, *window.read(index)))
         return self._logits(x)
 
     def _check(self, ids: Tensor, pool: BlockPool) -> None:

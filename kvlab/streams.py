@@ -20,9 +20,22 @@ from torch import Tensor
 
 from kvlab.jobs import Event, Worker
 
-__all__ = ["PAGE", "CudaStreams", "Event", "Streams", "ThreadStreams", "copy_rows", "host_memory", "streams_for"]
+__all__ = [
+    "PAGE",
+    "CudaStreams",
+    "Event",
+    "Recorder",
+    "Streams",
+    "ThreadStreams",
+    "copy_rows",
+    "graph_recorder",
+    "host_memory",
+    "streams_for",
+]
 
 CopyOp = Literal["gather", "scatter"]
+# Takes a step and returns how to replay it: the same launches on the same memory, then the tensor they leave it in.
+Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 PAGE = 4096  # direct file I/O wants offsets, lengths and memory aligned to this
 
@@ -90,6 +103,10 @@ class Streams(ABC):
     def buffer(self, nbytes: int) -> Tensor:
         """Host memory for copies, uint8 [nbytes]; pinned on CUDA, where a power of two wastes nothing."""
         return host_memory(nbytes).fill_(0)  # fill_: map the pages here, not inside a timed copy
+
+    def recorder(self) -> Recorder | None:
+        """What makes a graph of a step, to launch it at once; None where there is nothing to gain from that."""
+        return None
 
     def watch(self, rows: Tensor) -> None:  # noqa: B027  (most backends need not know)
         """Tell the backend which memory compute writes (the adversaries of the tests keep snapshots of it)."""
@@ -295,11 +312,47 @@ class CudaStreams(Streams):
                 )
         return super().buffer(nbytes)
 
+    def recorder(self) -> Recorder:
+        """CUDA graphs."""
+        return graph_recorder(self.device)
+
     def close(self) -> None:
         """Finish copies and queued io, and end the threads."""
         self._copies.synchronize()
         for worker in self._workers.values():
             worker.close()
+
+
+def graph_recorder(device: torch.device) -> Recorder:
+    """Records CUDA graphs that share one pool of memory for what they compute on the way.
+
+    Replay them on one stream, in any order, and copy a result before any of them is replayed again: it may lie where
+    another computes. A step launches kernels only, on memory that outlives the graph; for what CUDA cannot record it
+    raises RuntimeError. Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (warming up on a side
+    stream, memory that stays, one pool for many graphs).
+    """
+    memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        stream.wait_stream(caller)
+        # This block gives the caller its stream back also when a recording that failed does not.
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            step()  # on the same stream: libraries make their handles and workspaces now, which no graph can record
+            caller.wait_stream(stream)
+            # thread_local: a tier's thread may pin memory or wait for an event meanwhile. In the global mode such a
+            # call of any thread would spoil the recording; this thread makes none while it records. Copies under way on
+            # the copy stream go on: they are not recorded, and whoever replays has let its stream wait for them.
+            with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+                out = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    return record
 
 
 def streams_for(device: str | torch.device) -> Streams:

@@ -351,9 +351,8 @@ ENGLISH = (
 
 
 @pytest.fixture(scope="module")
-def smollm2_pair(smollm2_path):
-    """(our fp32 model, transformers' fp32 model holding the same dequantised tensors, 512 ids of English)."""
-    ours = load_model(smollm2_path, dtype="fp32")
+def smollm2_pair(smollm2, smollm2_path):
+    """512 ids of English, transformers' fp32 model holding the same dequantised tensors, and what it makes of them."""
     config = transformers.LlamaConfig(
         hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
         vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100_000.0,
@@ -363,18 +362,17 @@ def smollm2_pair(smollm2_path):
     missing = reference.load_state_dict(dict(GgufFile(smollm2_path).tensors()), strict=False)
     assert missing.missing_keys == ["lm_head.weight"]
     assert missing.unexpected_keys == []
-    ids = torch.tensor(ours.tokenizer.encode(ENGLISH * 6)[:512])
+    ids = torch.tensor(smollm2.tokenizer.encode(ENGLISH * 6)[:512])
     assert len(ids) == 512
-    return ours, reference, ids
+    with torch.no_grad():
+        return ids, reference, reference(ids[None]).logits[0]
 
 
 @pytest.mark.smollm2
-def test_the_real_model_agrees_with_transformers_in_fp32(smollm2_pair):
-    ours, reference, ids = smollm2_pair
-    pool = BlockPool(ours.layout(16), 40, poison=True)
-    logits = ours.prefill(ids, pool, table(pool, 512), all_logits=True)
-    with torch.no_grad():
-        expected = reference(ids[None]).logits[0]
+def test_the_real_model_agrees_with_transformers_in_fp32(smollm2, smollm2_pair):
+    ids, _, expected = smollm2_pair
+    pool = BlockPool(smollm2.layout(16), 40, poison=True)
+    logits = smollm2.prefill(ids, pool, table(pool, 512), all_logits=True)
     assert (logits - expected).abs().max() <= 1e-3
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     # and it is the real model, not two equal mistakes: English is far likelier than chance (ln 49152 = 10.8)
@@ -383,9 +381,8 @@ def test_the_real_model_agrees_with_transformers_in_fp32(smollm2_pair):
 
 @pytest.mark.smollm2
 def test_the_real_model_in_bf16_errs_no_more_than_transformers_in_bf16(smollm2_pair, smollm2_path):
-    _, reference, ids = smollm2_pair
+    ids, reference, exact = smollm2_pair
     with torch.no_grad():
-        exact = reference(ids[None]).logits[0]
         theirs_bf16 = copy.deepcopy(reference).to(torch.bfloat16)(ids[None]).logits[0].float()
     ours = load_model(smollm2_path, dtype="bf16")
     pool = BlockPool(ours.layout(16), 40)

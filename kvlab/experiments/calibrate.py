@@ -16,6 +16,7 @@ from kvlab.arch import ModelArch
 from kvlab.arithmetic import attention_flops, linear_flops
 from kvlab.experiments.rig import Rig
 from kvlab.fingerprint import block_hashes
+from kvlab.graphs import decode_with
 from kvlab.machine import Curve, Decode, Direction, Link, Machine, Prefill
 from kvlab.model import Model
 from kvlab.pool import TORCH_DTYPES
@@ -142,6 +143,7 @@ def _time_decode(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[Decod
     """Interleaved rounds over rows and cached tokens. Rows are of unequal length, as in traffic: each further one is an
     eighth of the longest shorter, since what pads them, and the mask that hides it, take time too.
     """
+    decode = decode_with(rig.model, rig.streams.recorder())  # as an engine does
     few, most = _DECODE_CACHED[0], min(_DECODE_CACHED[-1], len(tokens) - 1)
     tables = [rig.table(most + 1) for _ in range(max(_DECODE_ROWS))]
     for table in tables:
@@ -156,9 +158,9 @@ def _time_decode(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[Decod
             blocks, lengths = [table.blocks for table in tables[:rows]], _unequal(rows, cached)
             ids = torch.tensor([tokens[length] for length in lengths])
             begin = time.perf_counter()
-            logits = rig.model.decode(ids, rig.pool, blocks, lengths)
+            logits = decode(ids, rig.pool, blocks, lengths)
             int(logits[-1].argmax())
-            if done:  # the first round is warm-up
+            if done:  # the first round is warm-up, and records graphs where there are any
                 seconds[rows, cached].append(time.perf_counter() - begin)
     for table in tables:
         rig.release(table)
@@ -228,6 +230,7 @@ def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float
         linear_flops_per_s=Curve(tuple(linear)),
         attention_flops_per_s=attention_curve,
         calibrated_on=arch.name,
+        calibrated_shape=arch.shape_digest,
         dtype=dtype,
         spread=relative_spread([s.seconds for s in samples]),
         source="measured",

@@ -17,6 +17,7 @@ from kvlab.attention import attend_each
 from kvlab.model import Model
 from kvlab.pool import BlockPool
 from kvlab.records import machine_facts, median, now_utc
+from kvlab.streams import graph_recorder
 
 __all__ = ["SCHEMA", "measure"]
 
@@ -39,12 +40,12 @@ def measure(model: Model, *, prefix: int = 1024, repeats: int = 21) -> dict[str,
     pool = _pool(model, prefix, seed=0)
     eager_s = _median_s(_attention(model, pool, prefix), repeats)
     begin = time.perf_counter()
-    graph, out = _recorded(_attention(model, pool, prefix))
+    replay = graph_recorder(model.device)(_attention(model, pool, prefix))
     capture_s = time.perf_counter() - begin
-    replay_s = _median_s(graph.replay, repeats)
+    replay_s = _median_s(replay, repeats)
     pool.rows.copy_(_pool(model, prefix, seed=1).rows)  # a reload: other bytes at the same addresses
     moved = _pool(model, prefix, seed=2)
-    graph.replay()
+    out = replay()
     return {
         "schema": SCHEMA,
         "provenance": {"kind": "live", "when": now_utc(), "facts": machine_facts(str(model.device))},
@@ -72,16 +73,6 @@ def _attention(model: Model, pool: BlockPool, prefix: int) -> Callable[[], Tenso
     query /= query.numel()
     lengths = torch.tensor([prefix])
     return lambda: torch.cat([attend_each(query, *pool.read(i, table, prefix), lengths) for i in range(d.layers)])
-
-
-def _recorded(step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-    """The step as a graph, and the tensor into which each replay writes."""
-    step()  # a first run allocates what must not be allocated while recording
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    return graph, out
 
 
 def _median_s(step: Callable[[], object], repeats: int) -> float:
