@@ -174,7 +174,8 @@ class Offload(Pending):
         """Wait until it is over, but not beyond `by_s`; what it raises is kept for `wait`."""
         if not self.settled:
             sleep_until(min(self.store.due_s, by_s))
-            if all(self.lane.ends_by(event, by_s) for event in (self.ios or self.copies)[-1:]):
+            ended = all(self.lane.ends_by(event, by_s) for event in (self.ios or self.copies)[-1:])
+            if ended and time.perf_counter() >= self.store.due_s:
                 self._end()
         return self.settled
 

@@ -55,7 +55,7 @@ class Reload(Pending):
     timed_out: bool = False
     _issued: int = 0
     _reads: deque[_Read] = field(default_factory=deque)
-    _landed: list[tuple[int, Event]] = field(default_factory=list)  # layer group and scatter, in order
+    _landed: list[tuple[int, Event, int]] = field(default_factory=list)  # layer group, scatter, its bytes; in order
 
     def wait_group(self, group: int) -> int:
         """Let compute launched from now on attend to layer group `group`; returns the blocks that are valid so far.
@@ -64,7 +64,7 @@ class Reload(Pending):
         """
         while (waiting := self._next_group()) is not None and waiting <= group:
             self._advance()
-        landed = next((event for landed, event in reversed(self._landed) if landed <= group), None)
+        landed = next((event for landed, event, _ in reversed(self._landed) if landed <= group), None)
         if landed is not None:
             self.lane.streams.wait_compute(landed)
         return self.valid_blocks
@@ -81,6 +81,20 @@ class Reload(Pending):
         if self._next_group() is not None and time.perf_counter() >= self.deadline_s:
             self._give_up()
         return self.done()
+
+    @property
+    def remaining_bytes(self) -> int:
+        """What has not come over the link: not read, not delivered by an emulated one, or not copied out of memory."""
+        now_s, total = time.perf_counter(), 0
+        for read in self._reads:
+            linked = read.event is not None or read.piece.due_s > 0
+            total += 0 if linked and self._comes(read, now_s) else read.piece.nbytes
+        total += sum(piece.nbytes for piece in self.load.pieces[self._issued :] if not 0 < piece.due_s <= now_s)
+        for _, scattered, nbytes in reversed(self._landed):
+            if scattered.done():  # and so are those before it
+                break
+            total += nbytes
+        return total
 
     def _next_group(self) -> int | None:
         """The layer group of the next piece; None when all have been taken, or nobody waits for them any more."""
@@ -163,18 +177,13 @@ class Reload(Pending):
                 rows, index = lane.groups.rows(read.piece.group, targets)
                 last = lane.streams.scatter(rows, index, read.data[:nbytes], [self.ready])
                 self.copies.append(last)
-                self._landed.append((read.piece.group, last))
+                self._landed.append((read.piece.group, last, nbytes))
         if read.buffer is not None:
             lane.staging.put(read.buffer, last)
         self.read_ahead()
 
     def _verify(self, read: _Read) -> None:
         piece = read.piece
-        try:
-            if read.error is None:
-                self.load.confirm(piece)
-        except (OSError, ValueError) as error:
-            read.error = error
         if read.error is not None:
             corrupt = isinstance(read.error, ValueError)
             self.tier.counters.read_failures += 1

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from kvlab.executor import Chunk, Outcome
 from kvlab.fingerprint import HASH_BYTES, Fingerprint, block_hashes
+from kvlab.graphs import decode_with
 from kvlab.memory import check_fits
 from kvlab.model import Model
 from kvlab.pool import BlockPool
 from kvlab.request import Request
 from kvlab.streams import Streams
-from kvlab.tiers import Tier, checksum
+from kvlab.tiers import Store, Tier, checksum
 from kvlab.transfer import Offload, Reload, Transfer
 
 __all__ = ["TorchExecutor"]
@@ -64,6 +65,7 @@ class TorchExecutor:
         poison: bool,
         clock: Callable[[], float],
         timeout_s: float = math.inf,
+        cuda_graphs: bool = True,
     ) -> None:
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names):
@@ -73,6 +75,7 @@ class TorchExecutor:
         self.model, self.num_blocks, self.block_size = model, pool_blocks, block_size
         self.block_bytes, self.groups, self.tiers = layout.block_bytes, groups, tuple(names)
         self.pool = BlockPool(layout, pool_blocks, device=model.device, poison=poison)
+        self._decode = decode_with(model, streams.recorder() if cuda_graphs else None)
         self.streams = streams
         self.transfer = Transfer(self.pool, streams, groups)
         self._clock, self._timeout_s = clock, timeout_s
@@ -142,9 +145,13 @@ class TorchExecutor:
             except OSError:
                 tier.counters.failed_stores += 1
                 continue
-            self._stores.append(pending)
-            self._storing.update((tier.name, block_hash) for block_hash in pending.store.hashes)
+            self._await(pending)
             hashes, blocks = hashes[pending.held :], blocks[pending.held :]
+
+    def _await(self, pending: Offload) -> None:
+        """Take a store that has begun for blocks that the tier will hold."""
+        self._stores.append(pending)
+        self._storing.update((pending.tier.name, block_hash) for block_hash in pending.store.hashes)
 
     def _poll(self) -> None:
         """Account for stores that are over; one that failed has left nothing in its tier."""
@@ -159,19 +166,24 @@ class TorchExecutor:
                 self.seconds[pending.tier.name, "store"] += pending.report.wall_s
 
     def _demote(self, place: int, nbytes: int, keep: Sequence[bytes]) -> None:
-        """Copy what a memory tier is about to evict for `nbytes` more to the tier below, unless that has it."""
+        """Copy what a memory tier is about to evict for `nbytes` more to the tier below, unless that has or gets it."""
         upper, *below = list(self._tiers.values())[place:]
         if not below or self.transfer.late(below[0]):
             return
-        victims = upper.victims(nbytes, keep)
-        for fingerprint in self._fingerprints.values() if victims else ():
-            below[0].look_up(victims, fingerprint)
-            wanted = [h for h in victims if upper.contains(h, fingerprint) and not below[0].contains(h, fingerprint)]
-            if wanted:
-                try:
-                    self.demoted_blocks += _copy_down(upper, below[0], wanted, fingerprint)
-                except OSError:
-                    below[0].counters.failed_stores += 1
+        lower, victims = below[0], upper.victims(nbytes, keep)
+        for salt, fingerprint in self._fingerprints.items() if victims else ():
+            lower.look_up(victims, fingerprint)
+            wanted = [h for h in victims if upper.contains(h, fingerprint) and not self.holds(lower.name, h, salt)]
+            started = time.perf_counter()
+            try:
+                store = _copy_down(upper, lower, wanted, fingerprint) if wanted else None
+            except OSError:
+                lower.counters.failed_stores += 1
+                continue
+            if store is not None:
+                self._await(self.transfer.written(lower, store, started, timeout_s=self._timeout_s))
+                self._poll()
+                self.demoted_blocks += len(store.hashes)
 
     def load(self, tier: str, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> _Loading:
         """Begin a reload, or as soon as the stores that it needs are over."""
@@ -195,6 +207,14 @@ class TorchExecutor:
                 self._tiers[loading.tier], loading.hashes, loading.blocks, loading.fingerprint, timeout_s=left_s
             )
         return loading.reload
+
+    def bytes_of(self, blocks: int) -> int:
+        """All layers of so many blocks."""
+        return blocks * self.block_bytes
+
+    def remaining_bytes(self, handle: _Loading) -> int:
+        """What has not come; that is all while it needs a store which is not over."""
+        return self.bytes_of(len(handle.blocks)) if handle.reload is None else handle.reload.remaining_bytes
 
     def arrived(self, handle: _Loading) -> bool:
         """Take in what has come; whether that was all."""
@@ -242,7 +262,7 @@ class TorchExecutor:
         if decodes:
             ids = torch.tensor([request.tokens[request.computed] for request in decodes])
             tables = [request.table.blocks for request in decodes if request.table is not None]
-            logits = self.model.decode(ids, self.pool, tables, [request.computed for request in decodes])
+            logits = self._decode(ids, self.pool, tables, [request.computed for request in decodes])
             for request, row in zip(decodes, logits, strict=True):
                 tokens[request] = sample(row, request)
         for chunk in chunks:
@@ -296,17 +316,18 @@ def sample(logits: Tensor, request: Request) -> int:
     return int(torch.multinomial(weights, 1, generator=generator))
 
 
-def _copy_down(upper: Tier, lower: Tier, hashes: Sequence[bytes], fingerprint: Fingerprint) -> int:
-    """Copy blocks that lie in `upper`'s memory to `lower`, and wait for that; returns how many.
+def _copy_down(upper: Tier, lower: Tier, hashes: Sequence[bytes], fingerprint: Fingerprint) -> Store | None:
+    """Copy blocks that lie in `upper`'s memory to `lower`, and wait for that; returns the store, to be published.
 
-    Raises OSError from `lower`. One that can hang has one time limit for all of them.
+    None where `upper` has them in files. Raises OSError from `lower`; one that can hang has one time limit for all.
     """
-    load = upper.load(hashes, fingerprint)
+    # A link in front of `upper` is the way between that memory and the pool, which these blocks do not go.
+    load = upper.unlinked.load(hashes, fingerprint)
     try:
         extents: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}  # by layer group and block
         for piece in load.pieces:
             if piece.memory is None:
-                return 0  # a tier of files has nothing to copy from; what it evicts is gone
+                return None  # a tier of files has nothing to copy from; what it evicts is gone
             for block, extent in enumerate(piece.memory.view(piece.count, -1).numpy(), piece.first):
                 extents[piece.group, block] = extent
         # Bytes that rotted in memory must not get a fresh checksum on their way down.
@@ -320,14 +341,16 @@ def _copy_down(upper: Tier, lower: Tier, hashes: Sequence[bytes], fingerprint: F
         store.waited_for()
         try:
             for piece in store.pieces:
-                blocks = places[piece.first : piece.first + piece.count]
-                store.write(piece, [extents[piece.group, block] for block in blocks])
-            if store.pieces:
+                rows = [extents[piece.group, block] for block in places[piece.first : piece.first + piece.count]]
+                if piece.memory is not None:
+                    np.stack(rows, out=piece.memory.view(piece.count, -1).numpy())
+                if store.works:
+                    store.write(piece, rows)
+            if store.works and store.pieces:
                 store.seal()
         except OSError:
             store.abandon()
             raise
-        store.publish()
-        return len(store.hashes)
+        return store
     finally:
         load.close()

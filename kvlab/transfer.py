@@ -25,7 +25,7 @@ from kvlab.pending import Lane, Offload, Pending, TransferReport
 from kvlab.pool import BlockPool, LayerGroups
 from kvlab.reload import Reload
 from kvlab.streams import PAGE, Event, Streams
-from kvlab.tiers.base import Geometry, Piece, Staging, Tier, TierError
+from kvlab.tiers.base import Geometry, Piece, Staging, Store, Tier, TierError
 
 __all__ = ["Offload", "Pending", "Reload", "Transfer", "TransferReport"]
 
@@ -164,6 +164,16 @@ class Transfer:
         if buffer is not None:
             lane.staging.put(buffer, last)
         return gathered
+
+    def written(self, tier: Tier, store: Store, started: float, *, timeout_s: float = math.inf) -> Offload:
+        """Take over a store that the caller has filled since `started`, from elsewhere than the pool.
+
+        Its blocks can be found after `poll`, once an emulated link has delivered them.
+        """
+        lane, count, nbytes = self._lanes[tier], len(store.hashes), sum(piece.nbytes for piece in store.pieces)
+        pending = Offload(lane, count, started, started + timeout_s, bytes_moved=nbytes, store=store, held=count)
+        lane.open.append(pending)
+        return pending
 
     def reload(
         self,

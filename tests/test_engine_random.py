@@ -275,7 +275,9 @@ class EngineSchedules(RuleBasedStateMachine):
         for fingerprint in self.engine.executor._fingerprints.values():
             held = [h for h in upper._index if upper.contains(h, fingerprint) and not lower.contains(h, fingerprint)]
             with contextlib.suppress(TierError):  # `refuse_next` came before
-                tally("copied down", _copy_down(upper, lower, held, fingerprint) if held else 0)
+                if held and (store := _copy_down(upper, lower, held, fingerprint)) is not None:
+                    store.publish()
+                    tally("copied down", len(store.hashes))
 
     @rule(blocks=st.integers(1, 40))
     def evict(self, blocks):

@@ -439,7 +439,15 @@ def test_a_url_that_is_none_is_refused_and_not_repeated(url, why):
 
 
 @pytest.mark.parametrize(
-    "options", [{"timeout_s": 0.0}, {"lookup_timeout_s": float("nan")}, {"namespace": "a b"}, {"ttl_s": math.inf}]
+    "options",
+    [
+        {"timeout_s": 0.0},
+        {"timeout_s": "5"},
+        {"lookup_timeout_s": float("nan")},
+        {"namespace": "a b"},
+        {"ttl_s": math.inf},
+        {"ttl_s": "60"},
+    ],
 )
 def test_wrong_options_are_refused(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} is "):

@@ -237,7 +237,7 @@ def test_what_a_tier_above_hands_down_has_one_limit_for_all_of_it(own, monkeypat
         assert len(server.blocks()) < 8
         assert lower.used_bytes == 0
         again(lower)
-        assert _copy_down(upper, lower, HASHES[:8], FINGERPRINT) == 8
+        assert _copy_down(upper, lower, HASHES[:8], FINGERPRINT).hashes == HASHES[:8]
         with lower.server.payloads() as wire:
             assert wire.deadline_s is None
 

@@ -8,6 +8,7 @@ Does not know pools, streams of compute, or who asked.
 
 from __future__ import annotations
 
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -36,6 +37,7 @@ __all__ = [
     "TierError",
     "checksum",
     "in_pieces",
+    "whole_bytes",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -114,7 +116,10 @@ class Store(ABC):
         """The calling thread writes now, and waits: the time for which one write may hang is that of all together."""
 
     def write(self, piece: Piece, extents: Extents) -> None:  # noqa: B027  (memory is filled by the copy itself)
-        """Take in the bytes of `piece`. Runs on the io lane, unless it is `waited_for`; raises OSError."""
+        """Take in the bytes of `piece`; where it has `memory`, they have been copied there before.
+
+        Runs on the io lane, unless it is `waited_for`; raises OSError.
+        """
 
     def seal(self) -> None:  # noqa: B027  (memory is not durable)
         """Make what was written durable, after the last `write` and where that ran; raises OSError."""
@@ -160,14 +165,8 @@ class Load(ABC):
         raise NotImplementedError(f"{piece} lies in memory and is not read into {buffer.shape}")
 
     def read_in_place(self, piece: Piece, extents: list[Bytes]) -> None:
-        """Fill `extents` with those of `piece`, which has not been confirmed yet. Otherwise like `read`."""
+        """Fill `extents` with those of `piece`. Otherwise like `read`."""
         raise NotImplementedError(f"{piece} cannot be read in place, into {len(extents)} extents")
-
-    def confirm(self, piece: Piece) -> None:  # noqa: B027  (memory has no header)
-        """Check, before `piece` is used, that what it was read from is still what was indexed; while the next is read.
-
-        Raises OSError or ValueError like `read`.
-        """
 
     def lost(self, piece: Piece) -> Lost | None:  # noqa: ARG002  (files are read whole, or not)
         """The first block of `piece`, which has been read, that could not be had; those before it could."""
@@ -185,6 +184,11 @@ class Tier(ABC):
     emulated = False
     capacity_bytes: int
     counters: Counters
+
+    @property
+    def unlinked(self) -> Tier:
+        """This tier without an emulated link in front of it."""
+        return self
 
     @property
     @abstractmethod
@@ -233,6 +237,17 @@ class Tier(ABC):
     def drop_pages(self) -> bool:
         """Make the next reload cold; False where there is nothing to drop, or no way to."""
         return False
+
+
+def whole_bytes(capacity_bytes: int) -> int:
+    """A tier's capacity as an int of Python's own. Raises ValueError for one that is not positive, or a float."""
+    try:
+        nbytes = 0 if isinstance(capacity_bytes, bool) else operator.index(capacity_bytes)
+    except TypeError:
+        nbytes = 0
+    if nbytes < 1:
+        raise ValueError(f"capacity_bytes is {capacity_bytes!r}; expected a positive int, such as 2**30")
+    return nbytes
 
 
 def checksum(extent: Bytes, block_hash: bytes, group: int) -> int:

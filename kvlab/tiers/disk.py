@@ -30,6 +30,7 @@ from kvlab.tiers.base import (
     TierError,
     checksum,
     in_pieces,
+    whole_bytes,
 )
 from kvlab.tiers.file_io import sync_folder
 from kvlab.tiers.lifetime import Lifetime
@@ -77,7 +78,6 @@ class _DiskLoad(Load):
     segments: list[Segment] = field(kw_only=True)
     places: list[tuple[Segment, int]] = field(kw_only=True)
     readers: dict[int, SegmentReader] = field(kw_only=True, default_factory=dict)
-    confirmed: set[int] = field(kw_only=True, default_factory=set)
 
     def checksum(self, group: int, block: int) -> int:
         segment, position = self.places[block]
@@ -86,6 +86,8 @@ class _DiskLoad(Load):
     def _reader(self, part: int) -> SegmentReader:
         if part not in self.readers:
             segment = self.segments[part]
+            # Here, before the first read: asked for while a large one is under way, these few bytes would wait for it.
+            confirm_header(segment.path, segment.header, segment.digest)
             expected = sum(piece.nbytes for piece in self.pieces if piece.part == part)
             self.readers[part] = SegmentReader(segment.path, segment.header, expected, in_place=self.in_place)
         return self.readers[part]
@@ -95,12 +97,6 @@ class _DiskLoad(Load):
 
     def read_in_place(self, piece: Piece, extents: list[Bytes]) -> None:
         self._reader(piece.part).read_in_place(piece.group, piece.position, extents)
-
-    def confirm(self, piece: Piece) -> None:
-        if piece.part not in self.confirmed:
-            segment = self.segments[piece.part]
-            confirm_header(segment.path, segment.header, segment.digest)
-            self.confirmed.add(piece.part)
 
     def close(self) -> None:
         for reader in self.readers.values():
@@ -128,12 +124,10 @@ class DiskTier(Tier):
         label: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if capacity_bytes < 1:
-            raise ValueError(f"capacity_bytes is {capacity_bytes}; expected a positive number of bytes")
         if codec not in {None, "xz"}:
             raise ValueError(f"codec is {codec!r}; expected None or 'xz'")
         self.name = codec or "disk"
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = whole_bytes(capacity_bytes)
         self.counters = Counters()
         self.folder = segment_folder(Path(path))
         self.codec: Codec | None = codec

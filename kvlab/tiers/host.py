@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvlab.fingerprint import Fingerprint
 from kvlab.streams import Streams
-from kvlab.tiers.base import Counters, Extents, Geometry, Load, Piece, Store, Tier, checksum, in_pieces
+from kvlab.tiers.base import Counters, Extents, Geometry, Load, Piece, Store, Tier, checksum, in_pieces, whole_bytes
 from kvlab.tiers.lifetime import Lifetime
 
 __all__ = ["HostTier"]
@@ -84,9 +84,7 @@ class HostTier(Tier):
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if capacity_bytes < 1:
-            raise ValueError(f"capacity_bytes is {capacity_bytes}; expected a positive number of bytes")
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = whole_bytes(capacity_bytes)
         self.counters = Counters()
         self._verify = verify
         self._lifetime = Lifetime(ttl_s, clock)

@@ -24,8 +24,9 @@ class Lifetime:
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        if self.ttl_s is not None and not (self.ttl_s > 0 and math.isfinite(self.ttl_s)):
-            raise ValueError(f"ttl_s is {self.ttl_s}; expected a positive number of seconds, not infinite, or None")
+        ttl_s = self.ttl_s
+        if ttl_s is not None and not (isinstance(ttl_s, int | float) and ttl_s > 0 and math.isfinite(ttl_s)):
+            raise ValueError(f"ttl_s is {ttl_s!r}; expected a positive number of seconds, not infinite, or None")
 
     def over(self, stored_s: float) -> bool:
         """Whether what was stored at `stored_s` on the clock is too old now.

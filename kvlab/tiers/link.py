@@ -22,10 +22,10 @@ class LinkTier(Tier):
     emulated = True
 
     def __init__(self, tier: Tier, gb_per_s: float, latency_s: float = 0.0) -> None:
-        if not gb_per_s > 0:
-            raise ValueError(f"gb_per_s is {gb_per_s}; a link that carries nothing never delivers")
-        if not latency_s >= 0:
-            raise ValueError(f"latency_s is {latency_s}; expected 0 or more seconds")
+        if not (isinstance(gb_per_s, int | float) and gb_per_s > 0):
+            raise ValueError(f"gb_per_s is {gb_per_s!r}; expected a number above 0, of 1e9 bytes a second")
+        if not (isinstance(latency_s, int | float) and latency_s >= 0):
+            raise ValueError(f"latency_s is {latency_s!r}; expected 0 or more seconds")
         self.tier, self.gb_per_s, self.latency_s = tier, gb_per_s, latency_s
         self.name = f"{tier.name} behind an emulated {format_gb_per_s(gb_per_s)} link"
         self._load_free_s = self._store_free_s = 0.0  # perf_counter instants from which each direction is idle
@@ -45,9 +45,10 @@ class LinkTier(Tier):
         """Those of the tier behind the link."""
         return self.tier.used_bytes
 
-    def queued_s(self) -> float:
-        """Seconds for which loads that were asked for already keep the link busy."""
-        return max(0.0, self._load_free_s - time.perf_counter())
+    @property
+    def unlinked(self) -> Tier:
+        """The tier behind the link."""
+        return self.tier.unlinked
 
     def open(self, geometry: Geometry, streams: Streams) -> None:
         """Open the tier behind the link."""

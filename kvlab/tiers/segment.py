@@ -314,7 +314,7 @@ class SegmentReader:
     """Reads extents of one segment: from the page cache if it is there, else past it where that is faster.
 
     `expected_bytes` is how much will be read of it; `in_place`: into extents, by `read_in_place`, else into buffers, by
-    `read`. What was read may be used once `confirm_header` has passed.
+    `read`. Comes after `confirm_header`.
     """
 
     def __init__(self, path: Path, header: Header, expected_bytes: int, *, in_place: bool) -> None:

@@ -185,8 +185,8 @@ class Server:
         except ModuleNotFoundError as error:
             raise ValueError(f"a Valkey tier needs the client ({error}): pip install 'kvlab[valkey]'") from error
         for name, seconds in (("timeout_s", timeout_s), ("lookup_timeout_s", question_s)):
-            if not seconds > 0:
-                raise ValueError(f"{name} is {seconds}; expected a positive number of seconds")
+            if not (isinstance(seconds, int | float) and seconds > 0):
+                raise ValueError(f"{name} is {seconds!r}; expected a positive number of seconds")
         if not url.lower().startswith(_SCHEMES):  # the URL itself may hold a password, and is not repeated
             raise ValueError(f"the server's URL begins with none of {', '.join(_SCHEMES)}; write valkey://host:port")
         options: dict[str, Any] = {"lib_name": None, "lib_version": None}
