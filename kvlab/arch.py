@@ -5,6 +5,7 @@ Knows numbers only. Does not know torch, weights, or how a cache is laid out in 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -75,6 +76,18 @@ class ModelArch:
         if not any(layer.absorbed for layer in self.layers):
             return self
         return replace(self, layers=tuple(layer.absorbed or layer for layer in self.layers))
+
+    @cached_property
+    def shape_digest(self) -> str:
+        """Equal for models that take the same work, whatever their names, and whether MLA is expanded or absorbed.
+
+        Hashes counts, not the `Layer` objects: a digest in a file stays valid when those get another field.
+        """
+        shape = self.absorbed
+        pairs = sorted((p.tokens_per_key, p.limit or 0, p.chunk or 0, p.macs) for p in shape.pairs)
+        macs = (shape.linear_macs, shape.head_macs, shape.cached_key_macs, shape.scan_macs)
+        counts = repr((len(shape.layers), shape.hidden, shape.vocab, macs, pairs))
+        return hashlib.sha256(counts.encode()).hexdigest()[:16]
 
     @cached_property
     def layer_groups(self) -> tuple[tuple[Layer, int], ...]:

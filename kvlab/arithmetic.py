@@ -5,15 +5,20 @@ Pure arithmetic on a `ModelArch`; knows no clock and no machine.
 
 from __future__ import annotations
 
+import operator
+
 from kvlab.arch import ModelArch
 from kvlab.layers import CacheComponent, Pairs
 
 __all__ = [
     "KV_DTYPES",
     "attention_flops",
+    "checked_arch",
+    "checked_count",
     "element_bytes",
     "kv_bytes",
     "kv_bytes_by_component",
+    "kv_dtype_for",
     "linear_flops",
     "prefill_flops",
 ]
@@ -31,6 +36,31 @@ KV_DTYPES: dict[str, tuple[int, int]] = {
     "q4_0": (18, 32),
     "nvfp4": (9, 16),
 }
+# torch's and vLLM's names of them (vllm/config/cache.py, `CacheDType`).
+_OTHER_NAMES = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
+
+
+def kv_dtype_for(arch: ModelArch, kv_dtype: str | None = None, default: str = "bf16") -> str:
+    """The KV dtype that applies, by kvlab's name: the one asked for, else what the config prescribes, else `default`.
+
+    torch's and vLLM's names are understood. Raises ValueError for a dtype that is not known.
+    """
+    name = kv_dtype or arch.kv_dtype or default
+    if name not in KV_DTYPES:
+        name = _OTHER_NAMES.get(str(name).removeprefix("torch."), name)
+    if name not in KV_DTYPES:
+        raise ValueError(f"unknown KV dtype {name!r}; known: {', '.join((*KV_DTYPES, *_OTHER_NAMES))}")
+    return name
 
 
 def element_bytes(elements: int, dtype: str) -> int:
@@ -62,10 +92,11 @@ def kv_bytes(
     A state has a fixed size. Draft (MTP) layers and partly filled groups of compressed caches are left out.
     Raises ValueError on negative or zero sizes.
     """
-    dtype = _checked_kv_dtype(arch, tokens, kv_dtype, tp, block_size, max_batched_tokens)
+    dtype = kv_dtype_for(checked_arch(arch), kv_dtype)
+    sizes = _checked_sizes(tokens, tp, block_size, max_batched_tokens)
     total = 0
     for c, count in arch.cache_groups:
-        total += count * _component_bytes(c, tokens, c.dtype or dtype, tp, block_size, max_batched_tokens)
+        total += count * _component_bytes(c, c.dtype or dtype, *sizes)
     return total
 
 
@@ -78,33 +109,45 @@ def kv_bytes_by_component(
     max_batched_tokens: int | None = None,
 ) -> dict[str, int]:
     """`kv_bytes` by component name ("k", "v", "latent", "state", ...), same arguments and errors."""
-    dtype = _checked_kv_dtype(arch, tokens, kv_dtype, tp, block_size, max_batched_tokens)
-    sizes: dict[str, int] = {}
+    dtype = kv_dtype_for(checked_arch(arch), kv_dtype)
+    sizes = _checked_sizes(tokens, tp, block_size, max_batched_tokens)
+    by_name: dict[str, int] = {}
     for layer, count in arch.layer_groups:
         for c in layer.cache:
-            size = count * _component_bytes(c, tokens, c.dtype or dtype, tp, block_size, max_batched_tokens)
-            sizes[c.name] = sizes.get(c.name, 0) + size
-    return sizes
+            by_name[c.name] = by_name.get(c.name, 0) + count * _component_bytes(c, c.dtype or dtype, *sizes)
+    return by_name
 
 
-def _checked_kv_dtype(
-    arch: ModelArch, tokens: int, kv_dtype: str | None, tp: int, block_size: int | None, max_batched_tokens: int | None
-) -> str:
-    """The KV dtype that applies, after checking every argument of `kv_bytes`."""
-    _check_count("tokens", tokens, 0)
-    _check_count("tp", tp, 1)
-    if block_size is not None:
-        _check_count("block_size", block_size, 1)
-    if max_batched_tokens is not None:
-        _check_count("max_batched_tokens", max_batched_tokens, 1)
-    dtype = kv_dtype or arch.kv_dtype or "bf16"
-    if dtype not in KV_DTYPES:
-        raise ValueError(f"unknown KV dtype {dtype!r}; known: {', '.join(KV_DTYPES)}")
-    return dtype
+def checked_arch(arch: ModelArch) -> ModelArch:
+    """`arch` itself. Raises ValueError where it is a name, or anything else that is no shape."""
+    if not isinstance(arch, ModelArch):
+        raise ValueError(f"arch is {arch!r}; expected a ModelArch: ModelArch.preset(name) or ModelArch.from_hf(path)")
+    return arch
+
+
+def checked_count(name: str, value: int, least: int) -> int:
+    """`value` as a plain int, numpy's included. Raises ValueError unless it is an integer of at least `least`."""
+    if type(value) is int and value >= least:  # by far the most
+        return value
+    if not isinstance(value, bool) and hasattr(value, "__index__") and operator.index(value) >= least:
+        return operator.index(value)
+    raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
+
+
+def _checked_sizes(
+    tokens: int, tp: int, block_size: int | None, max_batched_tokens: int | None
+) -> tuple[int, int, int | None, int | None]:
+    """The counts of `kv_bytes`, checked."""
+    return (
+        checked_count("tokens", tokens, 0),
+        checked_count("tp", tp, 1),
+        None if block_size is None else checked_count("block_size", block_size, 1),
+        None if max_batched_tokens is None else checked_count("max_batched_tokens", max_batched_tokens, 1),
+    )
 
 
 def _component_bytes(
-    c: CacheComponent, tokens: int, dtype: str, tp: int, block_size: int | None, max_batched_tokens: int | None
+    c: CacheComponent, dtype: str, tokens: int, tp: int, block_size: int | None, max_batched_tokens: int | None
 ) -> int:
     if c.fixed_elements:
         return element_bytes(_per_rank(c.fixed_elements, c.heads, tp), dtype) if tokens else 0
@@ -143,14 +186,16 @@ def prefill_flops(arch: ModelArch, start: int, stop: int, mla: str = "expanded")
     the decays, gates and chunk-wise overhead of recurrences (`hf.mixer`). Kernels that do not skip the masked half of
     [start, stop) spend up to twice the attention FLOPs counted here, and more for windows that they do not skip.
     With expanded MLA the FLOPs of two passes exceed those of one by the projection of the cached latents.
-    Raises ValueError unless 0 <= start <= stop.
+    Raises ValueError unless 0 <= start <= stop, both integers.
     """
+    checked_arch(arch)
+    _check_range(start, stop)
+    start, stop = checked_count("start", start, 0), checked_count("stop", stop, 0)
     if mla not in ("expanded", "absorbed"):
         raise ValueError(f"mla is {mla!r}; expected 'expanded' or 'absorbed'")
     if mla == "absorbed":
         arch = arch.absorbed
     if stop == start:
-        _check_range(start, stop)
         return 0
     return linear_flops(arch, stop - start) + attention_flops(arch, start, stop) + 2 * arch.head_macs
 
@@ -198,8 +243,3 @@ def _visible_groups(n: int, size: int, limit: int | None) -> int:
 def _check_range(start: int, stop: int) -> None:
     if not 0 <= start <= stop:
         raise ValueError(f"positions [{start}, {stop}) are not a range; expected 0 <= start <= stop")
-
-
-def _check_count(name: str, value: int, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")

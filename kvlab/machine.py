@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvlab.arch import ModelArch, preset_names
 from kvlab.arithmetic import attention_flops, linear_flops
+from kvlab.curve import Curve
 
 __all__ = [
     "SCHEMA",
@@ -34,42 +33,7 @@ __all__ = [
 
 SCHEMA = "kvlab.machine/1"
 Direction = Literal["load", "store"]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Positive values against a positive size, interpolated as straight lines in log-log, flat outside the points."""
-
-    points: tuple[tuple[float, float], ...]
-
-    def __post_init__(self) -> None:
-        if not self.points:
-            raise ValueError("a curve needs at least one [size, value] point")
-        if any(not (math.isfinite(x) and math.isfinite(y) and x > 0 and y > 0) for x, y in self.points):
-            raise ValueError(f"curve points must be positive and finite: {list(self.points)}")
-        if any(a[0] >= b[0] for a, b in zip(self.points, self.points[1:], strict=False)):
-            raise ValueError(f"curve sizes must increase: {[x for x, _ in self.points]}")
-
-    @cached_property
-    def _logs(self) -> tuple[list[float], list[float]]:
-        return [math.log(x) for x, _ in self.points], [math.log(y) for _, y in self.points]
-
-    def __call__(self, size: float) -> float:
-        """The value at `size`."""
-        first, last = self.points[0], self.points[-1]
-        if size <= first[0]:
-            return first[1]
-        if size >= last[0]:
-            return last[1]
-        xs, ys = self._logs
-        x = math.log(size)
-        above = bisect_right(xs, x)
-        share = (x - xs[above - 1]) / (xs[above] - xs[above - 1])
-        return math.exp(ys[above - 1] + share * (ys[above] - ys[above - 1]))
-
-    def scaled(self, factor: float) -> Curve:
-        """The same curve with every value times `factor`."""
-        return Curve(tuple((x, y * factor) for x, y in self.points))
+Copy = Literal["request", "block", "layer_block"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +51,7 @@ class Link:
     per_request_s: float = 0.0
     per_block_s: float = 0.0
     per_copy_s: float = 0.0
-    copy: Literal["request", "block", "layer_block"] = "request"
+    copy: Copy = "request"
     max_copy_bytes: int | None = None
     decode_slowdown: float = 0.0
     ranks_per_link: int = 1
@@ -96,30 +60,40 @@ class Link:
     pinned: bool | None = None
     source: str = ""
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.decode_slowdown > 1:
+            raise ValueError(f"decode_slowdown is {self.decode_slowdown!r}; expected a share of compute, 0 to 1")
+
     def copy_bytes(self, total_bytes: int, blocks: int, layers: int) -> float:
         """Bytes of one copy when `total_bytes` in `blocks` blocks of `layers` layers are moved."""
-        size = float(total_bytes)
-        if self.copy != "request":
-            size /= blocks
-        if self.copy == "layer_block":
-            size /= layers
+        size = total_bytes / self._uncut(blocks, layers)
         return min(size, self.max_copy_bytes) if self.max_copy_bytes else size
+
+    def copies(self, total_bytes: int, blocks: int, layers: int) -> int:
+        """How many copies that takes; each larger than `max_copy_bytes` is cut by itself."""
+        uncut = self._uncut(blocks, layers)
+        # Ceil per copy, not of the total: what is left of one block does not travel with the next.
+        return uncut * math.ceil(total_bytes / uncut / self.max_copy_bytes) if self.max_copy_bytes else uncut
+
+    def _uncut(self, blocks: int, layers: int) -> int:
+        return 1 if self.copy == "request" else blocks if self.copy == "block" else blocks * layers
 
     def rate_gb_per_s(self, copy_bytes: float, share: float = 1.0, ranks: int = 1) -> float:
         """Bandwidth in GB/s that one rank gets with `share` of the link, when `ranks` ranks load at once."""
         return self.gb_per_s(copy_bytes) * share / min(ranks, self.ranks_per_link)
 
-    def overhead_s(self, total_bytes: int, blocks: int, copy_bytes: float) -> float:
+    def overhead_s(self, total_bytes: int, blocks: int, layers: int) -> float:
         """Software seconds of a transfer: everything but the bytes."""
-        return self.per_request_s + blocks * self.per_block_s + math.ceil(total_bytes / copy_bytes) * self.per_copy_s
+        copies_s = self.copies(total_bytes, blocks, layers) * self.per_copy_s
+        return self.per_request_s + blocks * self.per_block_s + copies_s
 
     def transfer_s(self, total_bytes: int, blocks: int, layers: int, share: float = 1.0, ranks: int = 1) -> float:
         """Seconds to move `total_bytes` (one rank's) in `blocks` blocks; 0 for no blocks."""
         if blocks == 0:
             return 0.0
-        size = self.copy_bytes(total_bytes, blocks, layers)
-        rate = self.rate_gb_per_s(size, share, ranks)
-        return self.overhead_s(total_bytes, blocks, size) + total_bytes / (rate * 1e9)
+        rate = self.rate_gb_per_s(self.copy_bytes(total_bytes, blocks, layers), share, ranks)
+        return self.overhead_s(total_bytes, blocks, layers) + total_bytes / (rate * 1e9)
 
     def behind(self, gb_per_s: float, latency_s: float = 0.0) -> Link:
         """This link behind an emulated one: that one's bytes and latency, and the software that was measured here."""
@@ -138,7 +112,9 @@ class Prefill:
 
     `linear_flops_per_s` and `attention_flops_per_s` are curves against the rows (new tokens) in the pass. The LM head
     is a matmul of one row. `chunk_tokens` is the largest pass (None: all at once). `calibrated_on` names the
-    shape; for another one the answer is an extrapolation and is labelled so. `spread` is relative.
+    shape and `calibrated_shape` is its `ModelArch.shape_digest` (None: the name is all that is known); for another
+    one the answer is an extrapolation and is labelled so. `dtype` is what was computed in, and what a cache is taken
+    to hold unless somebody says otherwise. `spread` is relative.
     """
 
     per_chunk_s: float
@@ -149,20 +125,35 @@ class Prefill:
     chunk_tokens: int | None = None
     spread: float = 0.1
     source: str = ""
+    calibrated_shape: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
     def seconds(self, arch: ModelArch, start: int, stop: int, speedup: float = 1.0) -> float:
         """Seconds to compute [start, stop) behind a cached [0, start); FLOPs are divided by `speedup` (TP)."""
         if stop <= start:
             return 0.0
-        linear, attention = self.linear_flops_per_s, self.attention_flops_per_s
+        passes, _, linear_s, _, attention_s, head_s = self.terms(arch, start, stop)
+        return passes * self.per_chunk_s + (linear_s + attention_s + head_s) / speedup
+
+    def terms(self, arch: ModelArch, start: int, stop: int) -> tuple[int, int, float, int, float, float]:
+        """What that time is made of on one rank, for start < stop.
+
+        The number of passes, linear FLOPs and their seconds, attention FLOPs and their seconds over all passes, and the
+        head's seconds.
+        """
         step = self.chunk_tokens or stop - start
-        fixed_s, flops_s = 0.0, 2 * arch.head_macs / linear(1)
+        linear_rate, attention_rate = self.linear_flops_per_s, self.attention_flops_per_s
+        passes = linear = attention = 0
+        linear_s, attention_s, head_s = 0.0, 0.0, 2 * arch.head_macs / linear_rate(1)
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            rows = last - first
-            fixed_s += self.per_chunk_s
-            flops_s += linear_flops(arch, rows) / linear(rows) + attention_flops(arch, first, last) / attention(rows)
-        return fixed_s + flops_s / speedup
+            linear_here, attention_here = linear_flops(arch, last - first), attention_flops(arch, first, last)
+            passes, linear, attention = passes + 1, linear + linear_here, attention + attention_here
+            linear_s += linear_here / linear_rate(last - first)
+            attention_s += attention_here / attention_rate(last - first)
+        return passes, linear, linear_s, attention, attention_s, head_s
 
 
 @dataclass(frozen=True)
@@ -175,6 +166,11 @@ class Decode:
     per_pass_s: float
     per_row_s: float
     per_token_s: float
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if not self.per_pass_s + self.per_row_s + self.per_token_s:
+            raise ValueError("a decode pass takes 0 seconds; expected one of its parts above 0")
 
     def seconds(self, rows: int, tokens: float) -> float:
         """Seconds of one pass."""
@@ -216,6 +212,11 @@ class Machine:
     tp_efficiency: float = 0.85
     decode: Decode | None = None
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if not 0 < self.tp_efficiency <= 1:
+            raise ValueError(f"tp_efficiency is {self.tp_efficiency!r}; expected a share above 0 and up to 1")
+
     def link(self, tier: str, direction: Direction = "load") -> Link:
         """The measured link of a tier. Raises ValueError naming the tiers this machine knows."""
         if tier not in self.links:
@@ -226,17 +227,22 @@ class Machine:
 
     def prefill_s(self, arch: ModelArch, start: int, stop: int, tp: int = 1) -> float:
         """Seconds to compute positions [start, stop) of `arch` with [0, start) cached, on `tp` ranks."""
-        return self.prefill.seconds(arch, start, stop, 1.0 if tp == 1 else tp * self.tp_efficiency)
+        return self.prefill.seconds(arch, start, stop, self.speedup(tp))
+
+    def speedup(self, tp: int) -> float:
+        """By how much `tp` ranks together compute faster than one."""
+        return 1.0 if tp == 1 else tp * self.tp_efficiency
 
     def extrapolated(self, arch: ModelArch) -> bool:
-        """Whether `arch` is another shape than the one the prefill curves were measured on.
+        """Whether `arch` is another shape than the one the prefill curves and decode passes were measured on.
 
-        A preset's shape read from its config under another name is the same shape.
+        Shapes are compared, not names: every Llama's config is named "llama". Only a machine that knows no more than
+        a name, and not that of a preset, is compared by it.
         """
-        known = self.prefill.calibrated_on
-        if arch.name == known:
-            return False
-        return known not in preset_names() or ModelArch.preset(known).layers != arch.layers
+        name, shape = self.prefill.calibrated_on, self.prefill.calibrated_shape
+        if shape is None and name in preset_names():
+            shape = ModelArch.preset(name).shape_digest
+        return arch.name != name if shape is None else arch.shape_digest != shape
 
     def with_link(self, tier: str, load: Link, store: Link | None = None) -> Machine:
         """This machine with one more (or another) tier."""
@@ -247,12 +253,13 @@ class Machine:
         """The machine after one more observation: the part that it tests is scaled towards what was seen.
 
         An exponential average in log space: every time it predicts is multiplied by (seen ÷ predicted)^weight, and the
-        spread follows |log(seen ÷ predicted)| at the same pace. Raises ValueError for a time that is not positive.
+        spread follows |log(seen ÷ predicted)| at the same pace. Raises ValueError for a time that is not positive, for
+        no positions or blocks, and for a weight out of [0, 1].
         """
-        if not (math.isfinite(seen.seconds) and seen.seconds > 0):
-            raise ValueError(f"observed {seen.seconds} seconds; expected a positive, finite time")
+        if not 0 <= weight <= 1:
+            raise ValueError(f"weight is {weight!r}; expected 0 to 1")
         if isinstance(seen, PrefillSeen):
-            surprise = math.log(seen.seconds / self.prefill_s(seen.arch, seen.start, seen.stop, seen.tp))
+            surprise = _surprise(seen, self.prefill_s(seen.arch, seen.start, seen.stop, seen.tp))
             factor, p = math.exp(weight * surprise), self.prefill
             prefill = replace(
                 p,
@@ -264,7 +271,7 @@ class Machine:
             return replace(self, prefill=prefill)
         link = self.link(seen.tier, seen.direction)
         predicted_s = link.transfer_s(seen.total_bytes, seen.blocks, seen.layers, ranks=seen.ranks)
-        surprise = math.log(seen.seconds / predicted_s)
+        surprise = _surprise(seen, predicted_s)
         factor = math.exp(weight * surprise)
         link = replace(
             link,
@@ -315,8 +322,7 @@ class Machine:
             links: dict[str, dict[Direction, Link]] = {}
             for tier, directions in data["links"].items():
                 links[tier] = {
-                    direction: Link(**{**link, "gb_per_s": _curve(link["gb_per_s"])})
-                    for direction, link in directions.items()
+                    direction: _link(f"links.{tier}.{direction}", link) for direction, link in directions.items()
                 }
                 if "load" not in links[tier]:
                     raise KeyError(f"links.{tier}.load")
@@ -325,7 +331,7 @@ class Machine:
                 prefill=Prefill(**prefill),
                 links=links,
                 provenance=data.get("provenance", {}),
-                tp_efficiency=float(data.get("tp_efficiency", 0.85)),
+                tp_efficiency=data.get("tp_efficiency", 0.85),
                 decode=Decode(**data["decode"]) if data.get("decode") else None,
             )
         except KeyError as error:
@@ -357,8 +363,47 @@ def machine_names() -> tuple[str, ...]:
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
+def _surprise(seen: PrefillSeen | TransferSeen, predicted_s: float) -> float:
+    """log(seen ÷ predicted)."""
+    if not (math.isfinite(seen.seconds) and seen.seconds > 0):
+        raise ValueError(f"observed {seen.seconds} seconds; expected a positive, finite time")
+    if not predicted_s:
+        what = f"positions [{seen.start}, {seen.stop})" if isinstance(seen, PrefillSeen) else f"{seen.blocks} blocks"
+        raise ValueError(f"observed {what}; expected at least one")
+    return math.log(seen.seconds / predicted_s)
+
+
+# What a field may hold, by its annotation.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "float": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf,
+        "a finite number of at least 0",
+    ),
+    "int": (lambda value: type(value) is int and value > 0, "an integer of at least 1"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "text"),
+    "Copy": (lambda value: value in get_args(Copy), f"one of {', '.join(get_args(Copy))}"),
+}
+
+
+def _check_fields(part: Link | Prefill | Decode | Machine) -> None:
+    """Raises ValueError naming the first field that holds what no machine has."""
+    for one in fields(part):
+        value, (kind, optional, _) = getattr(part, one.name), str(one.type).partition(" | None")
+        fits, expected = _EXPECTED.get(kind, (None, ""))
+        if fits and not fits(value) and not (optional and value is None):
+            raise ValueError(f"{one.name} is {value!r}; expected {expected}")
+
+
 def _curve(points: Any) -> Curve:
     return Curve(tuple((float(x), float(y)) for x, y in points))
+
+
+def _link(where: str, values: dict[str, Any]) -> Link:
+    try:
+        return Link(**{**values, "gb_per_s": _curve(values["gb_per_s"])})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _plain(value: Prefill | Link) -> dict[str, Any]:

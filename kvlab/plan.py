@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvlab.arch import ModelArch
-from kvlab.arithmetic import kv_bytes
+from kvlab.arithmetic import checked_arch, kv_bytes, kv_dtype_for
+from kvlab.crossings import Crossing
 from kvlab.machine import Machine
 from kvlab.storing import storing
-from kvlab.verdict import HORIZON_TOKENS, Crossing, Verdict, decide
+from kvlab.verdict import HORIZON_TOKENS, Verdict, decide
 from kvlab.waiting import wait_quantile
 
 __all__ = ["Plan", "Row", "Size", "TierPlan", "plan"]
@@ -145,7 +146,8 @@ def plan(
     `load` is the utilisation (0 <= load < 1) of what each way is limited by, with requests like the one looked at: the
     accelerator for a recompute, the longer of link and accelerator for a reload. Waits are those of M/D/1 queues
     (`waiting.wait_quantile`), so that a way's time at the percentile is its idle time + quantile × its longest part.
-    `percentile` % of requests must meet `ttft_slo_s`. Raises ValueError for values out of range, for prefixes that the
+    `percentile` % of requests must meet `ttft_slo_s`. Without a `kv_dtype` it is what the config prescribes, else what
+    the machine was measured in. Raises ValueError for values out of range, for prefixes that the
     model cannot hold, and for no prefix or no tier at all.
     """
     if not prefixes or min(prefixes) < 1:
@@ -154,6 +156,7 @@ def plan(
         raise ValueError(f"time-to-first-token limit is {ttft_slo_s} seconds; expected a positive, finite time")
     if not machine.links:
         raise ValueError(f"machine {machine.name!r} has no link to any tier; give one, as in --link 50GB/s")
+    kv_dtype = kv_dtype_for(checked_arch(arch), kv_dtype, machine.prefill.dtype)
     ask = _Question(arch, machine, suffix, tp, kv_dtype, block_size, wait_quantile(load, percentile))
     lengths, first = sorted(set(prefixes)), next(iter(machine.links))
     ask.verdict(first, lengths[-1])  # refuses what the model or the machine cannot do, before anything else
@@ -172,7 +175,7 @@ def plan(
         prefill_spread=machine.prefill.spread,
         prefill_source=machine.prefill.source,
         tp=tp,
-        kv_dtype=kv_dtype or arch.kv_dtype or "bf16",
+        kv_dtype=kv_dtype,
         block_size=block_size,
         suffix_tokens=suffix,
         load=load,
@@ -198,7 +201,7 @@ class _Question:
     machine: Machine
     suffix: int
     tp: int
-    kv_dtype: str | None
+    kv_dtype: str
     block_size: int
     wait: float
 
@@ -280,12 +283,12 @@ def _row(verdict: Verdict, wait: float) -> Row:
     )
 
 
-def _size(arch: ModelArch, prefix: int, kv_dtype: str | None, tp: int, block_size: int) -> Size:
+def _size(arch: ModelArch, prefix: int, kv_dtype: str, tp: int, block_size: int) -> Size:
     rank = kv_bytes(arch, prefix, kv_dtype, tp, block_size)
     return Size(prefix, rank, rank * tp, 2**30 / max(1, rank * tp))
 
 
-def _growing_and_fixed(arch: ModelArch, kv_dtype: str | None, tp: int, block_size: int) -> tuple[float, int]:
+def _growing_and_fixed(arch: ModelArch, kv_dtype: str, tp: int, block_size: int) -> tuple[float, int]:
     """Bytes per rank that each token adds once every window is full, and the bytes that do not grow."""
     parts = [component for component, _ in arch.cache_groups]
     step = math.lcm(block_size, *(part.tokens_per_entry for part in parts))

@@ -6,90 +6,24 @@ Arithmetic on a `ModelArch` and a `Machine`. Does not know requests, queues' con
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from kvlab.arch import ModelArch
-from kvlab.arithmetic import attention_flops, kv_bytes, linear_flops
+from kvlab.arithmetic import checked_arch, checked_count, kv_bytes, kv_dtype_for
+from kvlab.crossings import Crossing, crossings_of, settled_crossover
 from kvlab.machine import Machine
 from kvlab.prefix import reloadable_tokens
+from kvlab.split import Split, best_split
 from kvlab.units import format_bytes, format_gb_per_s, format_s
 
-__all__ = [
-    "Choice",
-    "Crossing",
-    "Split",
-    "Verdict",
-    "crossings_of",
-    "decide",
-    "interpolated_crossover",
-    "settled_crossover",
-]
+__all__ = ["Choice", "Verdict", "decide"]
 
 Choice = Literal["reload", "recompute", "split"]
 
 # How far flips are looked for in models that state no longest sequence.
 HORIZON_TOKENS = 2**20
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """The winner changes at `tokens`: from there up (to the next crossing) it is `winner_above`."""
-
-    tokens: int
-    winner_above: Choice
-
-
-@dataclass(frozen=True)
-class Split:
-    """Recompute the head [0, `recompute_tokens`) while the tail of the prefix loads.
-
-    `cost_s` adds to `ttft_s` the delay inflicted on others, as the verdict's other costs do.
-    """
-
-    recompute_tokens: int
-    reload_tokens: int
-    ttft_s: float
-    cost_s: float
-
-
-def crossings_of(tokens: Sequence[int], reload_s: Sequence[float], recompute_s: Sequence[float]) -> list[Crossing]:
-    """Every change of the winner along `tokens` (increasing), reported at the first length where the new one wins.
-
-    A tie counts for recompute: it moves no bytes. Works on predicted and on measured times alike.
-    """
-    wins = [a < b for a, b in zip(reload_s, recompute_s, strict=True)]
-    return [
-        Crossing(tokens[i], "reload" if wins[i] else "recompute") for i in range(1, len(wins)) if wins[i] != wins[i - 1]
-    ]
-
-
-def interpolated_crossover(
-    tokens: Sequence[int], reload_s: Sequence[float], recompute_s: Sequence[float]
-) -> float | None:
-    """The length from which reload wins for good, interpolated between lengths; 0: always; None: never.
-
-    Between two lengths both times are taken as power laws (straight in log-log, as such curves nearly are): a straight
-    line through a wide gap would be biased towards its short end, since recompute bends upwards.
-    """
-    at = settled_crossover(tokens, reload_s, recompute_s)
-    if not at:
-        return at
-    above = tokens.index(at)
-    # log(reload ÷ recompute): at first >= 0 (recompute wins or ties), then < 0.
-    before, after = (math.log(reload_s[i] / recompute_s[i]) for i in (above - 1, above))
-    return float(tokens[above - 1] * (at / tokens[above - 1]) ** (before / (before - after)))
-
-
-def settled_crossover(tokens: Sequence[int], reload_s: Sequence[float], recompute_s: Sequence[float]) -> int | None:
-    """The smallest of `tokens` from which reload wins at every longer one; 0: at all of them; None: not at the last."""
-    wins = [a < b for a, b in zip(reload_s, recompute_s, strict=True)]
-    if not wins or not wins[-1]:
-        return None
-    losses = [i for i, win in enumerate(wins) if not win]
-    return tokens[losses[-1] + 1] if losses else 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +41,7 @@ class Verdict:
     suffix: int
     tier: str
     tp: int
-    kv_dtype: str | None
+    kv_dtype: str
     block_size: int
     queued_bytes: int
     link_share: float
@@ -118,7 +52,6 @@ class Verdict:
     ttft_recompute_s: float
     cost_reload_s: float
     cost_recompute_s: float
-    spread_s: float
     wait_s: float
     reload_s: float
     suffix_s: float
@@ -127,8 +60,23 @@ class Verdict:
     link_delay_value: float = 0.0
 
     @property
+    def spread_s(self) -> float:
+        """One standard deviation of the difference between the choice and the best other way."""
+        # Only what the two do not share adds to it; the suffix's prefill is in every way.
+        load_s, prefill_s = self.reload_s, self.ttft_recompute_s - self.suffix_s
+        if self.choice == "split" and (split := self.split):
+            tail_s = split.load_s - self.wait_s
+            if self.cost_reload_s < self.cost_recompute_s:
+                load_s, prefill_s = load_s - tail_s, split.compute_s
+            else:
+                load_s, prefill_s = tail_s, prefill_s - split.compute_s
+        return math.hypot(self.machine.link(self.tier).spread * load_s, self.machine.prefill.spread * prefill_s)
+
+    @property
     def too_close(self) -> bool:
-        """Whether the two costs differ by less than the spread of the measurements behind them."""
+        """Whether the choice and the best other way differ by less than the spread of the measurements behind them."""
+        if self.choice == "split" and (split := self.split):
+            return min(self.cost_reload_s, self.cost_recompute_s) - split.cost_s < self.spread_s
         return abs(self.cost_reload_s - self.cost_recompute_s) < self.spread_s
 
     @property
@@ -159,7 +107,8 @@ class Verdict:
             decode_delay_value=self.decode_delay_value,
             link_delay_value=self.link_delay_value,
             overlap_groups=self.overlap_groups,
-            resident=min(self.resident, prefix),
+            # What of it is left to this prefix: its last token is computed where there is no suffix.
+            resident=min(self.resident, reloadable_tokens(prefix, prefix + self.suffix, self.block_size)),
         )
 
     @cached_property
@@ -179,8 +128,7 @@ class Verdict:
         blocks = self.reload_tokens // self.block_size
         if blocks == 0:
             return math.inf
-        copy_bytes = link.copy_bytes(self.kv_bytes, blocks, len(self.arch.layers))
-        overhead_s = link.overhead_s(self.kv_bytes, blocks, copy_bytes)
+        overhead_s = link.overhead_s(self.kv_bytes, blocks, len(self.arch.layers))
         slack_s = self.ttft_recompute_s - self.suffix_s
         shown = 1 / self.overlap_groups  # the share of the shorter of loading and computing that is not hidden
         # Loading longer than the suffix: all of it is seen, and 1 - shown of the suffix's compute is hidden.
@@ -193,14 +141,14 @@ class Verdict:
 
     @cached_property
     def split(self) -> Split | None:
-        """The best head/tail split, or None where it does not beat both whole ways (or fewer than two blocks exist).
+        """The head/tail split of least cost, or None where it does not beat both whole ways (or has under 2 blocks).
 
         Models with recurrent states have none: a state is reloaded whole, and then its head needs no computing.
         """
-        if any(component.fixed_elements for component, _ in self.arch.cache_groups):
-            return None
         size, total = self.block_size, self.prefix + self.suffix
         blocks = self.reload_tokens // size
+        if blocks < 2 or any(component.fixed_elements for component, _ in self.arch.cache_groups):
+            return None
         link, layers = self.machine.link(self.tier), len(self.arch.layers)
 
         def load_s(head: int) -> float:
@@ -211,33 +159,37 @@ class Verdict:
         def compute_s(head: int) -> float:
             return self.machine.prefill_s(self.arch, self.resident, self.resident + head * size, self.tp)
 
-        # Loading falls and computing rises with the head, so the best split is on one side of where they cross.
-        low, high = 0, blocks
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if compute_s(middle) >= load_s(middle) else (middle + 1, high)
         rest_s = self.machine.prefill_s(self.arch, self.resident + blocks * size, total, self.tp)
-        best: Split | None = None
-        for head in (low - 1, low):
-            if 0 < head < blocks:
-                ttft_s = max(load_s(head), compute_s(head)) + rest_s
-                loading_s = load_s(head) - self.wait_s
-                delay_s = compute_s(head) + rest_s + link.decode_slowdown * loading_s
-                cost_s = ttft_s + self.decode_delay_value * delay_s + self.link_delay_value * loading_s
-                if best is None or cost_s < best.cost_s:
-                    best = Split(head * size, (blocks - head) * size, ttft_s, cost_s)
-        if best is None or best.cost_s >= min(self.cost_reload_s, self.cost_recompute_s):
-            return None
-        return best
+
+        def split(head: int) -> Split:
+            tail_s, head_s = load_s(head), compute_s(head)
+            ttft_s, loading_s = max(tail_s, head_s) + rest_s, tail_s - self.wait_s
+            delay_s = head_s + rest_s + link.decode_slowdown * loading_s
+            cost_s = ttft_s + self.decode_delay_value * delay_s + self.link_delay_value * loading_s
+            return Split(head * size, (blocks - head) * size, ttft_s, cost_s, tail_s, head_s)
+
+        best = best_split(split, blocks, delays_cost=self.decode_delay_value > 0 or self.link_delay_value > 0)
+        return best if best.cost_s < min(self.cost_reload_s, self.cost_recompute_s) else None
 
     @property
     def reason(self) -> str:
         """One sentence: what won, by how much, and why."""
         if self.reload_tokens == 0:
-            return f"recompute: a prefix of {self.prefix} tokens has no whole block of {self.block_size} to reload"
+            behind = f" behind the {self.resident} resident ones" if self.resident else ""
+            last = " before the last token, which is always computed" if not self.suffix else ""
+            return (
+                f"recompute: a prefix of {self.prefix} tokens has no whole block of {self.block_size} to reload"
+                f"{behind}{last}"
+            )
+        close = "; too close to call within the measured spread" if self.too_close else ""
+        if self.choice == "split" and (split := self.split):
+            return (
+                f"split: {format_s(split.cost_s)}, {split.recompute_tokens} tokens computed while"
+                f" {split.reload_tokens} load; against {format_s(self.cost_reload_s)} for reload and"
+                f" {format_s(self.cost_recompute_s)} for recompute{close}"
+            )
         faster, slower = sorted((self.cost_reload_s, self.cost_recompute_s))
         loser = "recompute" if self.choice == "reload" else "reload"
-        close = "; too close to call within the measured spread" if self.too_close else ""
         return f"{self.choice}: {format_s(faster)} against {format_s(slower)} for {loser}{close}"
 
     def explain(self) -> str:
@@ -253,15 +205,16 @@ class Verdict:
         if self.machine.extrapolated(self.arch):
             lines.append(f"(extrapolated: the prefill rates were measured on {prefill.calibrated_on})")
         if blocks:
-            copy_bytes = link.copy_bytes(self.kv_bytes, blocks, len(self.arch.layers))
+            copying = self.kv_bytes, blocks, len(self.arch.layers)
+            copy_bytes = link.copy_bytes(*copying)
             rate = link.rate_gb_per_s(copy_bytes, self.link_share, self.tp)
             lines += [
                 f"reload   {kept} tokens = {blocks} blocks of {self.block_size} = {format_bytes(self.kv_bytes)}{ranks}",
                 f"  wait      {self.queued_bytes} B queued ahead ÷ {format_gb_per_s(rate)} = {format_s(self.wait_s)}",
                 f"  software  {format_s(link.per_request_s)} per request"
                 f" + {blocks} × {format_s(link.per_block_s)} per block"
-                f" + {math.ceil(self.kv_bytes / copy_bytes)} × {format_s(link.per_copy_s)} per copy"
-                f" = {format_s(link.overhead_s(self.kv_bytes, blocks, copy_bytes))}",
+                f" + {link.copies(*copying)} × {format_s(link.per_copy_s)} per copy"
+                f" = {format_s(link.overhead_s(*copying))}",
                 f"  bytes     {self.kv_bytes} B ÷ {format_gb_per_s(rate)} in copies of {format_bytes(copy_bytes)}"
                 f" = {format_s(self.kv_bytes / (rate * 1e9))}",
             ]
@@ -271,6 +224,7 @@ class Verdict:
             f"  time to first token by reload    {format_s(self.ttft_reload_s)}",
             *self._prefill_lines("recompute", self.resident, total),
             f"  time to first token by recompute {format_s(self.ttft_recompute_s)}",
+            *self._split_lines(),
         ]
         if self.decode_delay_value or self.link_delay_value:
             lines.append(
@@ -291,19 +245,40 @@ class Verdict:
             return []
         return [f"  overlap   in {self.overlap_groups} layer groups hides {format_s(hidden_s)}"]
 
-    def _prefill_lines(self, title: str, start: int, stop: int) -> list[str]:
-        prefill, rows = self.machine.prefill, stop - start
-        chunks = 1 if prefill.chunk_tokens is None else math.ceil(rows / prefill.chunk_tokens)
-        step = min(rows, prefill.chunk_tokens or rows)
+    def _split_lines(self) -> list[str]:
+        split = self.split
+        if split is None:
+            return []
+        rest_s = split.ttft_s - max(split.load_s, split.compute_s)
+        wait = " (wait included)" if self.wait_s else ""
+        cost = f", costs {format_s(split.cost_s)}" if split.cost_s != split.ttft_s else ""
         return [
-            f"{title} positions {start} to {stop}: {chunks} × {format_s(prefill.per_chunk_s)} fixed"
-            f" + {linear_flops(self.arch, rows) / 1e9:.4g} linear GFLOP ÷"
-            f" {prefill.linear_flops_per_s(step) / 1e9:.4g} GFLOP/s"
-            f" + {attention_flops(self.arch, start, stop) / 1e9:.4g} attention GFLOP ÷"
-            f" {prefill.attention_flops_per_s(step) / 1e9:.4g} GFLOP/s"
-            f" + {2 * self.arch.head_macs / 1e9:.4g} head GFLOP ÷ {prefill.linear_flops_per_s(1) / 1e9:.4g} GFLOP/s"
-            f" = {format_s(self.machine.prefill_s(self.arch, start, stop, self.tp))}"
+            f"split    {split.recompute_tokens} tokens computed in {format_s(split.compute_s)} while"
+            f" {split.reload_tokens} load in {format_s(split.load_s)}{wait}; the longer + {format_s(rest_s)} for the"
+            " rest",
+            f"  time to first token by split     {format_s(split.ttft_s)}{cost}",
         ]
+
+    def _prefill_lines(self, title: str, start: int, stop: int) -> list[str]:
+        prefill, speedup = self.machine.prefill, self.machine.speedup(self.tp)
+        passes, linear, linear_s, attention, attention_s, head_s = prefill.terms(self.arch, start, stop)
+        flops = (
+            f"{_term(linear, 'linear', linear_s)} + {_term(attention, 'attention', attention_s)}"
+            f" + {_term(2 * self.arch.head_macs, 'head', head_s)}"
+        )
+        if self.tp > 1:
+            flops = f"({flops}) ÷ {speedup:.4g} for {self.tp} ranks"
+        seconds = format_s(prefill.seconds(self.arch, start, stop, speedup))
+        rates = " (rates are means over the passes)" if passes > 1 else ""
+        return [
+            f"{title} positions {start} to {stop}: {passes} × {format_s(prefill.per_chunk_s)} fixed + {flops}"
+            f" = {seconds}{rates}"
+        ]
+
+
+def _term(flops: int, kind: str, seconds: float) -> str:
+    rate = f" ÷ {flops / seconds / 1e9:.4g} GFLOP/s" if seconds else ""
+    return f"{flops / 1e9:.4g} {kind} GFLOP{rate}"
 
 
 def _speed(total_bytes: float, seconds: float) -> float:
@@ -337,32 +312,39 @@ def decide(
     what a second for which the copy keeps the link is worth, to those who load after it. With `allow_split`
     the choice may be "split". With `overlap_groups` layer groups the suffix computes group i while group i + 1 arrives.
     `resident` tokens of the prefix (whole blocks) are in the pool already: neither way pays for them.
+    Without a `kv_dtype` it is what the config prescribes, else what the machine was measured in.
     Raises ValueError for values out of range and for a tier the machine does not know.
     """
-    if prefix < 0 or suffix < 0 or prefix + suffix < 1:
-        raise ValueError(f"prefix {prefix} and suffix {suffix} must be at least 0 and sum to at least 1 token")
-    if prefix + suffix > arch.max_positions:
+    checked_arch(arch)
+    if not isinstance(machine, Machine):
+        raise ValueError(f"machine is {machine!r}; expected a Machine, as from Machine.load(name or path)")
+    prefix, suffix = checked_count("prefix", prefix, 0), checked_count("suffix", suffix, 0)
+    tp, block_size = checked_count("tp", tp, 1), checked_count("block_size", block_size, 1)
+    overlap_groups = checked_count("overlap_groups", overlap_groups, 1)
+    resident, total = checked_count("resident", resident, 0), prefix + suffix
+    if total < 1:
+        raise ValueError("prefix 0 + suffix 0; expected at least 1 token")
+    if total > arch.max_positions:
         raise ValueError(
             f"prefix {prefix} + suffix {suffix} is beyond the {arch.max_positions} positions of {arch.name}"
         )
-    if (
-        block_size < 1
-        or tp < 1
-        or overlap_groups < 1
-        or queued_bytes < 0
-        or not 0 < link_share <= 1
-        or decode_delay_value < 0
-        or link_delay_value < 0
-        or not 0 <= resident <= prefix
-        or resident % block_size
-    ):
+    if resident > prefix or resident % block_size or resident == total:
         raise ValueError(
-            f"block_size {block_size}, tp {tp}, overlap_groups {overlap_groups} must be at least 1;"
-            f" queued_bytes {queued_bytes}, decode_delay_value {decode_delay_value}, link_delay_value"
-            f" {link_delay_value} at least 0;"
-            f" link_share {link_share} in (0, 1]; resident {resident} whole blocks of the prefix"
+            f"resident is {resident}; expected whole blocks of {block_size} of the prefix of {prefix} tokens, and fewer"
+            f" tokens than the {total} in all, since the last is always computed"
         )
-    link, total = machine.link(tier), prefix + suffix
+    if not 0 < link_share <= 1:
+        raise ValueError(f"link_share is {link_share!r}; expected above 0 and up to 1")
+    if not (0 <= queued_bytes < math.inf and 0 <= decode_delay_value < math.inf and 0 <= link_delay_value < math.inf):
+        given = {
+            "queued_bytes": queued_bytes,
+            "decode_delay_value": decode_delay_value,
+            "link_delay_value": link_delay_value,
+        }
+        name, value = next((name, value) for name, value in given.items() if not 0 <= value < math.inf)
+        raise ValueError(f"{name} is {value!r}; expected a finite number of at least 0")
+    kv_dtype = kv_dtype_for(arch, kv_dtype, machine.prefill.dtype)
+    link = machine.link(tier)
     kept = max(resident, reloadable_tokens(prefix, total, block_size))
     blocks, layers = (kept - resident) // block_size, len(arch.layers)
     size_bytes = kv_bytes(arch, kept - resident, kv_dtype, tp, block_size)
@@ -379,8 +361,6 @@ def decide(
     cost_reload_s = ttft_reload_s + decode_delay_value * (suffix_s + link.decode_slowdown * reload_s)
     cost_reload_s += link_delay_value * reload_s
     cost_recompute_s = recompute_s + decode_delay_value * recompute_s
-    # The suffix's prefill is in both arms; only what differs between them adds to the spread of the difference.
-    spread_s = math.hypot(link.spread * reload_s, machine.prefill.spread * (recompute_s - suffix_s))
     verdict = Verdict(
         arch=arch,
         machine=machine,
@@ -399,7 +379,6 @@ def decide(
         ttft_recompute_s=recompute_s,
         cost_reload_s=cost_reload_s,
         cost_recompute_s=cost_recompute_s,
-        spread_s=spread_s,
         wait_s=wait_s,
         reload_s=reload_s,
         suffix_s=suffix_s,
@@ -408,5 +387,5 @@ def decide(
         link_delay_value=link_delay_value,
     )
     if allow_split and verdict.split is not None:
-        return replace(verdict, choice="split")
+        object.__setattr__(verdict, "choice", "split")  # nobody has it yet; a copy would look for the split again
     return verdict

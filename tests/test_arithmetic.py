@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from kvlab.arithmetic import (
     element_bytes,
     kv_bytes,
     kv_bytes_by_component,
+    kv_dtype_for,
     linear_flops,
     prefill_flops,
 )
@@ -76,6 +78,31 @@ class TestBytes:
             element_bytes(48, "q8_0")
         with pytest.raises(ValueError, match="unknown KV dtype 'fp7'; known: fp64"):
             kv_bytes(FULL, 1, kv_dtype="fp7")
+
+    @pytest.mark.parametrize(
+        ("name", "ours"),
+        [
+            ("float32", "fp32"),
+            ("torch.bfloat16", "bf16"),
+            ("half", "fp16"),
+            ("fp8_e4m3", "fp8"),
+            ("float8_e5m2", "fp8"),
+        ],
+    )
+    def test_torchs_and_vllms_names_of_a_dtype_are_understood(self, name, ours):
+        assert kv_bytes(FULL, 10, kv_dtype=name) == kv_bytes(FULL, 10, kv_dtype=ours)
+        assert kv_dtype_for(FULL, name) == ours
+
+    def test_a_name_instead_of_a_shape_is_refused(self):
+        for count in (lambda: kv_bytes("tiny", 1), lambda: prefill_flops("tiny", 0, 1)):
+            with pytest.raises(ValueError, match=r"arch is 'tiny'; expected a ModelArch: ModelArch.preset\(name\)"):
+                count()
+
+    def test_numpy_integers_are_counts(self):
+        size = kv_bytes(FULL, np.int32(10**6), tp=np.int64(2), block_size=np.int8(16))
+        assert size == kv_bytes(FULL, 10**6, tp=2, block_size=16)
+        assert type(size) is int
+        assert prefill_flops(FULL, np.int32(0), np.int32(10**6)) == prefill_flops(FULL, 0, 10**6)
 
     def test_no_dtype_means_what_the_config_prescribes(self):
         import dataclasses
@@ -221,6 +248,8 @@ class TestFlops:
     def test_a_range_that_is_none_is_refused(self, start, stop):
         with pytest.raises(ValueError, match=f"positions \\[{start}, {stop}\\) are not a range"):
             prefill_flops(FULL, start, stop)
+        with pytest.raises(ValueError, match=r"stop is 8192\.5; expected an integer"):
+            prefill_flops(FULL, 0, 8192.5)
 
     def test_an_unknown_form_of_mla_is_refused(self):
         with pytest.raises(ValueError, match="mla is 'folded'; expected 'expanded' or 'absorbed'"):

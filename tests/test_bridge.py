@@ -62,6 +62,13 @@ def test_a_question_asked_again_gets_the_same_answer_though_the_queue_has_grown_
     assert one.answer(ask(attempt=1))[0].choice == "recompute", "after a preemption it is a new question"
 
 
+def test_loads_count_as_many_bytes_as_verdicts_when_nobody_said_what_the_cache_holds():
+    fp32 = dataclasses.replace(slow(1.0), prefill=dataclasses.replace(H100.prefill, dtype="fp32"))
+    one = Learner(ARCH, "disk", fp32, block_size=128)
+    verdict = kvlab.decide(ARCH, fp32, prefix=1024, suffix=976, tier="disk", block_size=128)
+    assert one.load_bytes(1024) == verdict.kv_bytes == learner(fp32).load_bytes(1024)
+
+
 def test_bytes_in_flight_are_waited_for_until_their_load_ends_or_fails_or_its_request_goes():
     one = judge(slow(1.0))
     for end in (one.load_ended, one.load_failed, one.forget):
@@ -141,6 +148,9 @@ def test_the_first_observation_sets_an_unmeasured_scale_exactly():
     fresh = learner(None)
     fresh.saw_prefill(0, 1000, 3.0)
     fresh.saw_load(1024, 0.5)
+    assert not fresh.machine.extrapolated(ARCH)
+    another = dataclasses.replace(ARCH, layers=ARCH.layers[1:])
+    assert fresh.machine.extrapolated(another), "another model of the same name"
     assert fresh.machine.prefill_s(ARCH, 0, 1000) == pytest.approx(3.0)
     load_s = fresh.machine.link("disk").transfer_s(fresh.load_bytes(1024), 8, len(ARCH.layers))
     assert load_s == pytest.approx(0.5)

@@ -22,6 +22,7 @@ def test_a_machine_of_constant_rates_is_recovered_from_its_times():
     true = Prefill(0.003, Curve(((1.0, 1e11),)), Curve(((1.0, 4e10),)), ARCH.name)
     head_s = 2 * ARCH.head_macs / 1e11
     fitted = fit_prefill(ARCH, times_of(true), head_s, "fp32")
+    assert (fitted.calibrated_on, fitted.calibrated_shape) == (ARCH.name, ARCH.shape_digest)
     for _, rate in fitted.attention_flops_per_s.points:
         assert rate == pytest.approx(4e10, rel=1e-6)
     assert fitted.per_chunk_s == pytest.approx(0.003, rel=1e-6)

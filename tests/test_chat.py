@@ -1,6 +1,7 @@
 """`kvlab chat`: a conversation pauses, leaves, comes back and branches, and nothing that a user types loses it."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models
 from typer.testing import CliRunner
 
+from kvlab.arch import ModelArch
 from kvlab.cli import app
 from kvlab.cli.console import visible
 from kvlab.cli.conversation import Conversations, CtrlC
@@ -310,6 +312,10 @@ def test_without_a_machine_file_it_calibrates_once_and_remembers(tmp_path, monke
     (kept,) = (tmp_path / "kv").glob("machine-*.json")
     kept.write_text("{", encoding="utf-8")
     assert "calibrating once" in chat(HELLO).stderr, "a damaged file is measured again"
+    other = json.loads(kept.read_text(encoding="utf-8"))
+    other["prefill"]["calibrated_shape"] = ModelArch.preset("wide-kv").shape_digest
+    write_json(kept, other)
+    assert "calibrating once" in chat(HELLO).stderr, "another model of the same name"
     assert not list((tmp_path / "kv").glob(".calibrate-*"))
 
 
@@ -402,11 +408,9 @@ def test_a_byte_models_next_turn_makes_the_longer_prompt():
 
 
 @pytest.mark.smollm2
-def test_smollm2_talks_leaves_and_comes_back(smollm2_path, tmp_path):
+def test_smollm2_talks_leaves_and_comes_back(smollm2, tmp_path):
     """The real model once: its template, its end of turn, streaming, and a reload of what was said."""
-    from kvlab.loading import load_model
-
-    tokenizer = load_model("smollm2-135m", dtype="fp32").tokenizer
+    tokenizer = smollm2.tokenizer
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},

@@ -101,5 +101,5 @@ def test_a_second_of_the_link_is_worth_what_it_is_said_to_be():
     assert valued.cost_reload_s == pytest.approx(plain.cost_reload_s + 2.0 * plain.reload_s)
     assert (valued.cost_recompute_s, valued.ttft_reload_s) == (plain.cost_recompute_s, plain.ttft_reload_s)
     assert "2 s per s of the link" in valued.explain()
-    with pytest.raises(ValueError, match="link_delay_value -1 at least 0"):
+    with pytest.raises(ValueError, match="link_delay_value is -1; expected a finite number of at least 0"):
         decide(ARCH, H100, link_delay_value=-1, **wanted)

@@ -450,6 +450,10 @@ class TestFiles:
     def test_a_missing_file_is_named(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"no model config at .*config\.json"):
             ModelArch.from_hf(tmp_path)
+        with pytest.raises(
+            FileNotFoundError, match=r"; kvlab.hub.hub_folder\('org/name', \['config.json'\]\) asks the"
+        ):
+            ModelArch.from_hf("org/name")
 
     def test_draft_layers_are_stated_and_not_counted(self):
         arch = _arch("DeepSeek-V3")

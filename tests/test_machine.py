@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvlab.arch import ModelArch
 from kvlab.arithmetic import attention_flops, linear_flops, prefill_flops
-from kvlab.machine import SCHEMA, Curve, Link, Machine, Prefill, PrefillSeen, TransferSeen, machine_names
+from kvlab.machine import SCHEMA, Curve, Decode, Link, Machine, Prefill, PrefillSeen, TransferSeen, machine_names
 
 ARCH = ModelArch.preset("smollm2-135m")
 
@@ -73,6 +74,27 @@ def test_the_bandwidth_is_that_of_the_size_really_copied():
     assert Link(curve, max_copy_bytes=1000).copy_bytes(total, blocks, layers) == 1000
 
 
+@pytest.mark.parametrize(
+    ("link", "copies"),
+    [({"copy": "request", "max_copy_bytes": most}, copies) for most, copies in ((None, 1), (60, 17), (1000, 1))]
+    + [({"copy": "block", "max_copy_bytes": most}, copies) for most, copies in ((None, 10), (60, 20), (50, 20))]
+    + [({"copy": "layer_block", "max_copy_bytes": most}, copies) for most, copies in ((None, 40), (25, 40), (24, 80))],
+)
+def test_a_copy_that_is_too_large_is_cut_by_itself(link, copies):
+    # Ten blocks of 100 bytes, of four layers: what is left of one block does not travel with the next.
+    link = Link(Curve(((1.0, 1e9),)), per_copy_s=1.0, **link)
+    assert link.copies(1000, 10, 4) == copies
+    assert link.transfer_s(1000, 10, 4) == pytest.approx(copies)
+
+
+@pytest.mark.parametrize(("copy", "per_block"), [("block", 1), ("layer_block", 48)])
+def test_copies_are_counted_where_the_bytes_do_not_divide(copy, per_block):
+    # Window layers stop growing, so that a long prefix has no whole number of bytes a block.
+    link = Link(Curve(((1.0, 1e9),)), per_copy_s=1.0, copy=copy)
+    for blocks in range(1, 2000):
+        assert link.transfer_s(10_000_019 + 7919 * blocks, blocks, 48) == pytest.approx(blocks * per_block)
+
+
 def test_ranks_that_share_a_link_share_its_bandwidth():
     link = Link(Curve(((1.0, 8.0),)), ranks_per_link=4)
     assert link.rate_gb_per_s(1e6, ranks=1) == 8
@@ -115,6 +137,7 @@ def test_json_round_trip(tmp_path):
         (lambda d: d["links"]["host"]["load"].update(gbps=3), "gbps"),
         (lambda d: d.pop("links"), "links"),
         (lambda d: d.update(prefill=3), "not a kvlab machine"),
+        (lambda d: d["links"]["host"]["load"].update(per_block_s=-5), "links.host.load: per_block_s is -5; expected"),
     ],
 )
 def test_a_file_that_is_not_a_machine_is_refused_by_name(tmp_path, change, message):
@@ -124,6 +147,44 @@ def test_a_file_that_is_not_a_machine_is_refused_by_name(tmp_path, change, messa
     path.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         Machine.load(path)
+
+
+LINK = Link(Curve(((1.0, 1.0),)))
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "expected"),
+    [(LINK, name, -5, "at least 0") for name in ("per_request_s", "per_block_s", "per_copy_s", "spread")]
+    + [
+        (LINK, "per_request_s", "1ms", "a finite number"),
+        (LINK, "per_request_s", True, "a finite number"),
+        (LINK, "per_request_s", float("nan"), "a finite number"),
+        (LINK, "per_copy_s", float("inf"), "a finite number"),
+        (LINK, "max_copy_bytes", -1, "an integer of at least 1"),
+        (LINK, "max_copy_bytes", 0, "an integer of at least 1"),
+        (LINK, "ranks_per_link", 0, "an integer of at least 1"),
+        (LINK, "ranks_per_link", None, "an integer of at least 1"),
+        (LINK, "decode_slowdown", 50, "0 to 1"),
+        (LINK, "copy", "requests", "one of request, block, layer_block"),
+        (LINK, "emulated", "no", "true or false"),
+        (a_machine().prefill, "per_chunk_s", -5, "at least 0"),
+        (a_machine().prefill, "chunk_tokens", -5, "an integer of at least 1"),
+        (a_machine().prefill, "chunk_tokens", 512.0, "an integer of at least 1"),
+        (a_machine().prefill, "spread", -0.1, "at least 0"),
+        (a_machine().prefill, "calibrated_on", None, "text"),
+        (a_machine(), "tp_efficiency", 0, "above 0 and up to 1"),
+        (a_machine(), "tp_efficiency", 85, "above 0 and up to 1"),
+        (a_machine(), "tp_efficiency", "0.85", "a finite number"),
+        (Decode(0.01, 0.0, 0.0), "per_token_s", -1e-6, "at least 0"),
+        (Decode(0.01, 0.0, 0.0), "per_pass_s", 0.0, "above 0"),
+    ],
+)
+def test_no_part_of_a_machine_holds_what_would_price_nonsense(part, name, value, expected):
+    with pytest.raises(ValueError, match=expected) as refused:
+        replace(part, **{name: value})
+    assert name in str(refused.value) or "decode pass" in str(refused.value)
+    if not isinstance(part, Decode):
+        assert repr(value) in str(refused.value)
 
 
 def test_other_refusals_say_what_to_do(tmp_path):
@@ -161,6 +222,22 @@ def test_a_machine_learns_from_what_it_sees():
         machine.updated(PrefillSeen(ARCH, 0, 512, 0.0))
 
 
+@pytest.mark.parametrize(
+    "seen",
+    [PrefillSeen(ARCH, 5, 5, 0.1), PrefillSeen(ARCH, 5, 4, 0.1)]
+    + [TransferSeen("slow", "load", size, 0, 30, 0.1) for size in (0, 10)],
+)
+def test_nothing_is_learned_from_nothing(seen):
+    with pytest.raises(ValueError, match=r"observed (positions \[5, [45]\)|0 blocks); expected at least one"):
+        a_machine().updated(seen)
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1.5, 5, float("nan")])
+def test_an_observation_weighs_at_most_all(weight):
+    with pytest.raises(ValueError, match="weight"):
+        a_machine().updated(PrefillSeen(ARCH, 0, 512, 1.0), weight)
+
+
 def test_another_shape_is_an_extrapolation():
     assert not a_machine().extrapolated(ARCH)
     assert a_machine().extrapolated(ModelArch.preset("llama-3.1-8b"))
@@ -170,6 +247,53 @@ def test_a_preset_under_another_name_is_the_shape_it_was_measured_on():
     # A config file is named by its folder; what was measured is a shape.
     assert not a_machine().extrapolated(replace(ARCH, name="my-finetune"))
     assert a_machine().extrapolated(replace(ARCH, name="my-finetune", layers=ARCH.layers[1:]))
+
+
+def llama_config(**sizes):
+    config = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
+    config |= {"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "hidden_act": "silu"}
+    return config | {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True} | sizes
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+        {"num_hidden_layers": 17},
+        {"intermediate_size": 8256},
+        {"vocab_size": 128257},
+        {"num_key_value_heads": 4},
+        {"model_type": "mistral", "_name_or_path": "llama", "sliding_window": 4096},
+    ],
+)
+def test_two_shapes_of_one_name_are_two_shapes(other):
+    small, big = ModelArch.from_hf(llama_config()), ModelArch.from_hf(llama_config(**other))
+    assert small.name == big.name == "llama"
+    prefill = replace(a_machine().prefill, calibrated_on=small.name, calibrated_shape=small.shape_digest)
+    measured = a_machine(prefill=prefill)
+    for machine in (measured, Machine.from_dict(json.loads(json.dumps(measured.to_dict())))):
+        assert machine.extrapolated(big)
+        assert not machine.extrapolated(small)
+        assert not machine.extrapolated(replace(small, name="my-finetune"))
+
+
+def test_a_file_without_a_shape_is_compared_by_name_and_by_the_preset_of_that_name():
+    data = a_machine().to_dict()
+    del data["prefill"]["calibrated_shape"]
+    old, llama = Machine.from_dict(data), ModelArch.from_hf(llama_config())
+    assert not old.extrapolated(ARCH)
+    assert old.extrapolated(replace(llama, name="smollm2-135m")), "the preset of that name has another shape"
+    data["prefill"]["calibrated_on"] = "llama"
+    old = Machine.from_dict(data)
+    assert not old.extrapolated(llama), "its name is all that is known"
+    assert old.extrapolated(ARCH)
+
+
+def test_latents_are_the_shape_that_they_are_expanded_from():
+    # Decode passes of MLA are priced on its latents, prefill on the expanded keys: one model.
+    arch = ModelArch.from_hf(Path(__file__).parent / "data" / "configs" / "DeepSeek-V3.json")
+    assert arch.absorbed != arch
+    assert arch.absorbed.shape_digest == arch.shape_digest
 
 
 # Published profiles --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ H100, GB300 = Machine.load("h100-sxm-pcie5"), Machine.load("gb300-c2c")
 
 def config(name) -> ModelArch:
     return ModelArch.from_hf(CONFIGS / f"{name}.json")
+
+
+def test_a_cache_is_taken_to_hold_what_the_machine_was_measured_in():
+    fp32 = replace(H100, prefill=replace(H100.prefill, dtype="fp32"))
+    made = plan(LLAMA, fp32, prefixes=[8192])
+    assert (made.kv_dtype, made.sizes[0].bytes_per_rank) == ("fp32", kv_bytes(LLAMA, 8192, "fp32"))
+    assert made == plan(LLAMA, fp32, prefixes=[8192], kv_dtype="float32")
+    assert plan(LLAMA, fp32, prefixes=[8192], kv_dtype="bf16") == plan(LLAMA, H100, prefixes=[8192])
+    assert plan(replace(LLAMA, kv_dtype="fp8"), fp32, prefixes=[8192]).kv_dtype == "fp8"
 
 
 # The queue ------------------------------------------------------------------------------------------------------------
@@ -272,8 +282,8 @@ def test_a_plan_is_plain_json():
         ({"percentile": 100.0}, "percentile is 100"),
         ({"ttft_slo_s": 0.0}, "limit is 0.0"),
         ({"kv_dtype": "bf17"}, "unknown KV dtype 'bf17'"),
-        ({"tp": 0}, "tp 0"),
-        ({"block_size": 0}, "block_size 0"),
+        ({"tp": 0}, "tp is 0; expected an integer of at least 1"),
+        ({"block_size": 0}, "block_size is 0; expected an integer of at least 1"),
     ],
 )
 def test_bad_input_is_refused_with_its_value(changes, message):

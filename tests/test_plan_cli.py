@@ -137,7 +137,7 @@ def test_the_chart_labels_every_way_and_has_no_markers():
         ((*H100, "--prefix", "0"), "--prefix is 0; expected a positive integer"),
         ((*H100, "--prefix", "1M"), "beyond the 131072 positions"),
         ((*H100, "--kv-dtype", "bf17"), "unknown KV dtype 'bf17'"),
-        ((*H100, "--tp", "0"), "tp 0"),
+        ((*H100, "--tp", "0"), "tp is 0; expected an integer of at least 1"),
         ((*H100, "--load", "1"), "load is 1"),
         ((*H100, "--percentile", "100"), "percentile is 100"),
         ((*H100, "--ttft-slo", "fast"), "'fast' is not a time"),

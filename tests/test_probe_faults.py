@@ -14,6 +14,7 @@ import pytest
 from stand_in_server import StandIn, running
 
 import kvlab.server
+from kvlab.arch import ModelArch
 from kvlab.cli import main
 from kvlab.experiments import probe
 from kvlab.machine import Machine
@@ -71,6 +72,7 @@ def test_a_whole_run_ends_in_a_record_that_plans(shell, tmp_path, monkeypatch, c
     assert Machine.load(tmp_path / "probe.json").links.keys() == {"external"}
     assert Machine.load(tmp_path / "machine.json") == Machine.load(tmp_path / "probe.json")
     assert record["machine"]["prefill"]["calibrated_on"] == "llama-3.1-8b"
+    assert record["machine"]["prefill"]["calibrated_shape"] == ModelArch.preset("llama-3.1-8b").shape_digest
     arguments = ["plan", "--model", "llama-3.1-8b", "--machine", str(tmp_path / "probe.json"), "--prefix", "256"]
     monkeypatch.setattr(sys, "argv", ["kvlab", *arguments])
     with pytest.raises(SystemExit) as stop:

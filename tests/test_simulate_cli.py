@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvlab.cli import main
+from kvlab.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 H100 = ("--model", "llama-3.1-8b", "--machine", "h100-sxm-pcie5", "--pool", "30GiB")
@@ -67,6 +68,29 @@ def test_json_has_the_promised_keys(kvlab_simulate):
         assert 0 < report["ttft_p50_s"] <= report["ttft_p90_s"] <= report["ttft_p99_s"]
         assert report["wall_s"] > 0
         assert isinstance(report["unstable"], bool)
+
+
+def test_a_cache_is_taken_to_hold_what_the_machine_was_measured_in(kvlab_simulate, tmp_path):
+    machine = Machine.load("h100-sxm-pcie5").to_dict()
+    machine["prefill"]["dtype"] = "fp32"
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(machine), encoding="utf-8")
+    options = (
+        "--model",
+        "llama-3.1-8b",
+        "--machine",
+        path,
+        "--pool",
+        "30GiB",
+        "--policy",
+        "reload",
+        "--requests",
+        "20",
+    )
+    for given, said in (((), " fp32, blocks of"), (("--kv-dtype", "bfloat16"), " bf16, blocks of")):
+        code, text, _ = kvlab_simulate("mooncake-1k", *options, *given)
+        assert code == 0
+        assert said in " ".join(text.split())
 
 
 def test_what_is_unstable_is_marked_and_not_compared(kvlab_simulate, tmp_path):

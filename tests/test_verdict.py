@@ -1,16 +1,22 @@
 """The decision is its arithmetic: both times, the flips over whole blocks, the break-even speed, the best split."""
 
 import math
+import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvlab.arch import ModelArch
 from kvlab.arithmetic import kv_bytes
-from kvlab.machine import Curve, Link, Machine, Prefill
+from kvlab.crossings import Crossing, crossings_of, interpolated_crossover, settled_crossover
+from kvlab.machine import Curve, Link, Machine, Prefill, machine_names
+from kvlab.split import Split, best_split
 from kvlab.storing import storing
-from kvlab.verdict import Crossing, crossings_of, decide, interpolated_crossover, settled_crossover
+from kvlab.units import format_s
+from kvlab.verdict import decide
 
 TINY = ModelArch.preset("tiny")
 
@@ -113,6 +119,109 @@ def test_the_split_is_the_best_of_all_heads(m, prefix):
         assert verdict.split.ttft_s == pytest.approx(best)
         assert verdict.split.recompute_tokens + verdict.split.reload_tokens == blocks * 16
         assert verdict.split.ttft_s < whole
+
+
+def least_split_s(verdict):
+    """The least cost of all heads, each priced from the machine's own two times."""
+    m, size, link = verdict.machine, verdict.block_size, verdict.machine.link(verdict.tier)
+    blocks = verdict.reload_tokens // size
+    rest_s = m.prefill_s(verdict.arch, verdict.resident + blocks * size, verdict.prefix + verdict.suffix)
+    costs = []
+    for head in range(1, blocks):
+        head_s = m.prefill_s(verdict.arch, verdict.resident, verdict.resident + head * size)
+        tail_bytes = kv_bytes(verdict.arch, (blocks - head) * size, verdict.kv_dtype, block_size=size)
+        tail_s = link.transfer_s(tail_bytes, blocks - head, len(verdict.arch.layers))
+        delay_s = head_s + rest_s + link.decode_slowdown * tail_s
+        costs.append(
+            max(verdict.wait_s + tail_s, head_s)
+            + rest_s
+            + verdict.decode_delay_value * delay_s
+            + verdict.link_delay_value * tail_s
+        )
+    return min(costs, default=math.inf)
+
+
+def assert_no_head_is_cheaper(verdict, rel=1e-9):
+    whole_s, least_s = min(verdict.cost_reload_s, verdict.cost_recompute_s), least_split_s(verdict)
+    if verdict.split is None:
+        assert least_s >= whole_s * (1 - rel)
+    else:
+        assert verdict.split.cost_s == pytest.approx(least_s, rel=rel)
+        assert verdict.split.cost_s < whole_s
+
+
+values = st.sampled_from([0.0, 0.25, 1.0, 4.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(machines, st.floats(0, 0.5), st.integers(32, 6000), values, values, st.sampled_from([0, 10**6]))
+def test_the_split_costs_least_of_all_heads_whatever_delays_are_worth(m, slowdown, prefix, decode, link, queued):
+    m = m.with_link("host", replace(m.link("host"), decode_slowdown=slowdown))
+    delays = {"decode_delay_value": decode, "link_delay_value": link, "queued_bytes": queued}
+    assert_no_head_is_cheaper(decide(TINY, m, prefix=prefix, suffix=8, **delays))
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_the_split_costs_least_on_published_machines_too(name):
+    m, llama = Machine.load(name), ModelArch.preset("llama-3.1-8b")
+    found = 0
+    for tier in m.links:
+        for decode, link in ((0, 0), (0.25, 4), (1, 0.5), (0, 2), (4, 0)):
+            for prefix in (4096, 120_000):
+                delays = {"decode_delay_value": decode, "link_delay_value": link}
+                verdict = decide(llama, m, prefix=prefix, suffix=64, tier=tier, block_size=512, **delays)
+                assert_no_head_is_cheaper(verdict, rel=1e-3)
+                found += verdict.split is not None
+    assert found
+
+
+def test_the_search_for_a_split_prices_few_heads_and_passes_over_a_rise_before_the_valley():
+    priced = []
+
+    def split(head):
+        priced.append(head)
+        cost_s = 100 + head / 10 - max(0, 1000 - 2 * abs(head - 5432))  # a valley, but the costs rise towards it
+        return Split(head, 7500 - head, cost_s, cost_s, load_s=7500.0 - head, compute_s=float(head))
+
+    assert best_split(split, 7500, delays_cost=True).recompute_tokens == 5432
+    assert len(priced) == len(set(priced)) < 80
+    priced.clear()
+    assert best_split(split, 7500, delays_cost=False).recompute_tokens in (3749, 3750)  # on either side of the crossing
+    assert len(priced) < 20
+
+
+def test_a_split_says_what_it_takes_and_beats():
+    m = machine(gb_per_s=0.002, linear=2e9)
+    verdict = decide(TINY, m, prefix=1024, suffix=8, allow_split=True, decode_delay_value=0.5)
+    split = verdict.split
+    assert verdict.choice == "split"
+    assert verdict.reason.startswith(f"split: {format_s(split.cost_s)}, {split.recompute_tokens} tokens computed while")
+    assert f"{format_s(verdict.cost_reload_s)} for reload" in verdict.reason
+    assert f"{format_s(verdict.cost_recompute_s)} for recompute" in verdict.reason
+    lines = verdict.explain().splitlines()
+    assert f"  time to first token by split     {format_s(split.ttft_s)}, costs {format_s(split.cost_s)}" in lines
+    assert lines[-1] == verdict.reason
+    (shown,) = (line for line in lines if line.startswith("split "))
+    computed_s, loaded_s, rest_s = seconds_in(shown)
+    assert max(computed_s, loaded_s) + rest_s == pytest.approx(split.ttft_s, rel=5e-3)
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.9])
+@pytest.mark.parametrize("gb_per_s", [0.002, 0.0005])
+def test_a_split_is_too_close_where_it_beats_the_best_whole_way_by_less_than_the_spread(gb_per_s, spread):
+    m = machine(gb_per_s=gb_per_s, linear=2e9, spread=spread)
+    verdict = decide(TINY, m, prefix=1024, suffix=8, allow_split=True)
+    split, head_s = verdict.split, m.prefill_s(TINY, 0, verdict.split.recompute_tokens)
+    tail_s = m.link("host").transfer_s(kv_bytes(TINY, split.reload_tokens), split.reload_tokens // 16, 2)
+    if gb_per_s == 0.002:  # against reload: the head's load and the head's prefill are not shared
+        assert verdict.cost_reload_s < verdict.cost_recompute_s
+        spent_s = verdict.reload_s - tail_s, head_s
+    else:  # against recompute: the tail's load and the tail's prefill
+        assert verdict.cost_recompute_s < verdict.cost_reload_s
+        spent_s = tail_s, m.prefill_s(TINY, 0, 1032) - m.prefill_s(TINY, 1024, 1032) - head_s
+    assert verdict.spread_s == pytest.approx(spread * math.hypot(*spent_s))
+    assert verdict.too_close == (spread == 0.9)
+    assert ("too close" in verdict.reason) == verdict.too_close
 
 
 def test_split_is_chosen_only_when_allowed():
@@ -220,14 +329,71 @@ def test_explain_shows_numbers_that_add_up_by_hand():
     assert text.splitlines()[-1].startswith(("reload: ", "recompute: "))
 
 
+UNITS_S = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+
+
+def seconds_in(text):
+    return [float(n.replace(",", "")) * UNITS_S[unit] for n, unit in re.findall(r"([\d.,]+) (s|ms|µs|ns)\b", text)]
+
+
+def added_by_hand(line):
+    """The sum of a prefill line's printed terms, and what is printed as their sum."""
+    passes = int(re.search(r": (\d+) ×", line)[1])
+    fixed_s, total_s = seconds_in(line)
+    terms = re.findall(r"([\d.e+-]+) \w+ GFLOP(?: ÷ ([\d.e+-]+) GFLOP/s)?", line)
+    assert len(terms) == 3
+    ranks = re.search(r"÷ ([\d.]+) for \d+ ranks", line)
+    flops_s = sum(float(flops) / float(rate) for flops, rate in terms if rate)
+    return passes * fixed_s + flops_s / (float(ranks[1]) if ranks else 1.0), total_s
+
+
+LATENT = {
+    "model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 512,
+    "num_key_value_heads": 8, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "max_position_embeddings": 8192,
+    "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("chunk", [None, 512, 700])
+@pytest.mark.parametrize("arch", [TINY, ModelArch.from_hf(LATENT)], ids=["gqa", "mla"])
+def test_the_terms_of_a_prefill_add_to_its_time(arch, chunk, tp):
+    prefill = Prefill(
+        0.003, Curve(((16.0, 1e9), (512.0, 4e10))), Curve(((16.0, 1e9), (700.0, 9e9))), "tiny", chunk_tokens=chunk
+    )
+    m = replace(machine(), prefill=prefill)
+    verdict = decide(arch, m, prefix=4096, suffix=40, tp=tp)
+    suffix, whole = (line for line in verdict.explain().splitlines() if " positions " in line)
+    for line, seconds in ((suffix, verdict.suffix_s), (whole, verdict.ttft_recompute_s)):
+        added_s, said_s = added_by_hand(line)
+        assert said_s == pytest.approx(seconds, rel=5e-3)
+        assert added_s == pytest.approx(seconds, rel=5e-3)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prefix": -1}, "prefix -1"),
+        ({"prefix": -1}, "prefix is -1; expected an integer of at least 0"),
+        ({"prefix": 64.5}, "prefix is 64.5; expected an integer"),
         ({"prefix": 0, "suffix": 0}, "at least 1 token"),
         ({"prefix": 9000}, "beyond the 8192 positions"),
-        ({"block_size": 0}, "block_size 0"),
-        ({"link_share": 0.0}, "link_share 0.0"),
+        ({"block_size": 0}, "^block_size is 0; expected an integer of at least 1$"),
+        ({"tp": 0}, "^tp is 0; expected an integer of at least 1$"),
+        ({"overlap_groups": 0}, "^overlap_groups is 0; expected an integer of at least 1$"),
+        ({"link_share": 0.0}, "^link_share is 0.0; expected above 0 and up to 1$"),
+        ({"queued_bytes": -1}, "^queued_bytes is -1; expected a finite number of at least 0$"),
+        ({"decode_delay_value": math.nan}, "^decode_delay_value is nan; expected a finite number"),
+        ({"link_delay_value": math.inf}, "^link_delay_value is inf; expected a finite number"),
+        ({"resident": -16}, "^resident is -16; expected an integer of at least 0$"),
+        ({"resident": 8}, "^resident is 8; expected whole blocks of 16 of the prefix of 64 tokens"),
+        ({"resident": 80}, "^resident is 80; expected whole blocks of 16 of the prefix of 64 tokens"),
+        (
+            {"resident": 64, "suffix": 0},
+            "^resident is 64; .* fewer tokens than the 64 in all, since the last is always",
+        ),
+        ({"kv_dtype": "fp7"}, "unknown KV dtype 'fp7'; known: fp64, .*bfloat16"),
         ({"tier": "tape"}, "no link to tier 'tape'"),
     ],
 )
@@ -279,5 +445,38 @@ def test_resident_blocks_are_paid_for_by_neither_way(resident):
     assert f"positions {resident} to 138" in verdict.explain()
     if split := verdict.split:
         assert split.recompute_tokens + split.reload_tokens == 128 - resident
-    with pytest.raises(ValueError, match="resident 8 whole blocks"):
-        decide(TINY, m, prefix=128, suffix=10, block_size=16, resident=8)
+    assert ("behind the 128 resident ones" in verdict.reason) == (resident == 128)
+
+
+def test_a_suffix_of_nothing_computes_the_last_token_even_if_all_else_is_resident():
+    verdict = decide(TINY, machine(), prefix=64, suffix=0, block_size=16, resident=48)
+    assert verdict.ttft_recompute_s == verdict.ttft_reload_s == machine().prefill_s(TINY, 48, 64) > 0
+    assert verdict.crossings is not None  # its other lengths include some that 48 resident tokens would cover
+    assert "before the last token, which is always computed" in verdict.reason
+
+
+def test_a_name_instead_of_a_shape_or_machine_is_refused_with_what_makes_one():
+    with pytest.raises(ValueError, match=r"arch is 'tiny'; expected a ModelArch: ModelArch.preset"):
+        decide("tiny", machine(), prefix=64, suffix=16)
+    with pytest.raises(ValueError, match=r"machine is 'h100-sxm-pcie5'; expected a Machine, as from Machine.load"):
+        decide(TINY, "h100-sxm-pcie5", prefix=64, suffix=16)
+
+
+def test_counts_may_be_numpy_integers():
+    counts = {"prefix": 64, "suffix": 16, "tp": 2, "block_size": 8, "overlap_groups": 3, "resident": 8}
+    verdict = decide(TINY, machine(), **{name: np.int32(count) for name, count in counts.items()})
+    assert verdict == decide(TINY, verdict.machine, **counts)
+    assert type(verdict.kv_bytes) is type(verdict.prefix) is int
+
+
+def test_a_cache_is_taken_to_hold_what_the_machine_was_measured_in():
+    def size(arch=TINY, kv_dtype=None, **measured):
+        m = machine()
+        m = replace(m, prefill=replace(m.prefill, **measured))
+        return decide(arch, m, prefix=64, suffix=16, kv_dtype=kv_dtype).kv_bytes
+
+    assert size() == kv_bytes(TINY, 64, "bf16")
+    assert size(dtype="fp32") == kv_bytes(TINY, 64, "fp32") == 2 * size()
+    assert size(dtype="fp32", kv_dtype="bf16") == size()
+    assert 2 * size(replace(TINY, kv_dtype="fp8"), dtype="fp32") == size()
+    assert decide(TINY, machine(), prefix=64, suffix=16, kv_dtype="bfloat16").kv_dtype == "bf16"

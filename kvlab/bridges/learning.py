@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvlab.arch import ModelArch
-from kvlab.arithmetic import kv_bytes
+from kvlab.arithmetic import kv_bytes, kv_dtype_for
 from kvlab.machine import Curve, Link, Machine, Prefill, PrefillSeen, TransferSeen
 
 __all__ = ["CALIBRATING", "LEAST_ROWS", "Chunk", "Learner", "StepClock", "unmeasured"]
@@ -28,8 +28,9 @@ def unmeasured(arch: ModelArch, tier: str) -> Machine:
     One rate for every size, and nominal values (1 TFLOP/s, 5 ms a pass, 1 GB/s) until something was seen.
     """
     rate = Curve(((1.0, 1e12),))
-    prefill = Prefill(5e-3, rate, rate, calibrated_on=arch.name, source="learned from what the server did")
-    link = Link(Curve(((1.0, 1.0),)), source="learned from what the server did")
+    source = "learned from what the server did"
+    prefill = Prefill(5e-3, rate, rate, calibrated_on=arch.name, calibrated_shape=arch.shape_digest, source=source)
+    link = Link(Curve(((1.0, 1.0),)), source=source)
     return Machine("learned", prefill, {tier: {"load": link}}, {"kind": "learned"})
 
 
@@ -57,7 +58,8 @@ class Learner:
         if chunk_tokens is not None:
             start = replace(start, prefill=replace(start.prefill, chunk_tokens=chunk_tokens))
         self.machine = start
-        self.arch, self.tier, self.kv_dtype, self.block_size, self.tp = arch, tier, kv_dtype, block_size, tp
+        self.arch, self.tier, self.block_size, self.tp = arch, tier, block_size, tp
+        self.kv_dtype = kv_dtype_for(arch, kv_dtype, start.prefill.dtype)  # loads count as many bytes as verdicts do
         self.loads = self.prefills = 0
         self._prior = 0 if machine is None else 1
 

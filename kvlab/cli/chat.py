@@ -100,7 +100,8 @@ def _machine(model: Model, folder: Path, given: str | None, say: Callable[[str],
     facts = machine_facts(str(model.device))
     with contextlib.suppress(ValueError):  # there is none, or it is damaged or of another version
         known = Machine.load(path)
-        if known.name == (facts.get("gpu") or facts["cpu"]):
+        # Two models may have one name, as two folders called "model".
+        if known.name == (facts.get("gpu") or facts["cpu"]) and not known.extrapolated(model.arch):
             return known
     err.print("calibrating once: prefill and disk (--machine FILE, from kvlab calibrate, spares it)", soft_wrap=True)
     text = resources.files("kvlab").joinpath("data", "text.txt").read_text(encoding="utf-8")

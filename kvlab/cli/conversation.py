@@ -193,10 +193,7 @@ class Conversations:
             )
         decision = self.engine.decisions[-1]
         verdict = decision.verdict
-        if verdict is not None:
-            out.print(verdict.explain(), markup=False, soft_wrap=True)
-        if verdict is None or verdict.reason != decision.reason:  # a split has a reason of its own
-            out.print(decision.reason, markup=False, soft_wrap=True)
+        out.print(decision.reason if verdict is None else verdict.explain(), markup=False, soft_wrap=True)
         if decision.actual_s is not None:
             regret = decision.estimated_regret_s
             more = "" if regret is None else f"; estimated regret {format_s(regret)}"

@@ -36,7 +36,7 @@ def plan(
     ] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     kv_dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp8, int8, ...; default: what the config prescribes, else bf16.")
+        str | None, typer.Option(help="bf16, fp16, fp8, ...; default: what the config prescribes, else the machine's.")
     ] = None,
     block_size: Annotated[str, typer.Option(help="Tokens per KV block.")] = "16",
     prefix: Annotated[

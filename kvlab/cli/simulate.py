@@ -40,7 +40,9 @@ def simulate(
     requests: Annotated[str | None, typer.Option(help="Only the first ones (sessions, in a .csv), as in 1k.")] = None,
     truth: Annotated[str, typer.Option(help="True rates are drawn up to so far from what policies believe.")] = "0%",
     seed: Annotated[int, typer.Option(help="Of that draw.")] = 0,
-    kv_dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8, int8, ...")] = "bf16",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp8, ...; default: what the config prescribes, else the machine's.")
+    ] = None,
     block_size: Annotated[str, typer.Option(help="Tokens per KV block: 512, as in the traces, or a divisor.")] = "512",
     token_budget: Annotated[str, typer.Option(help="Tokens computed in a step.")] = "8192",
     max_running: Annotated[int, typer.Option(help="Requests that run at once, room permitting.")] = 256,
@@ -53,20 +55,21 @@ def simulate(
 ) -> None:
     """Replay a request trace under reload, recompute, a threshold, kvlab's verdict and an oracle."""
     from kvlab import simulate as simulation
+    from kvlab.arithmetic import kv_dtype_for
     from kvlab.machine import Machine
 
-    believed = Machine.load(machine)
+    believed, arch = Machine.load(machine), find_arch(model)
     limit = None if requests is None else positive_count("--requests", requests)
     read = simulation.read_trace(trace, skip_bad=skip_bad, limit=limit).at_rate(rate)
     if router not in get_args(simulation.Router):
         raise ValueError(f"--router is {router!r}; expected {', '.join(get_args(simulation.Router))}")
     cluster = simulation.Cluster(
-        arch=find_arch(model),
+        arch=arch,
         machine=believed,
         pool_bytes=parse_bytes(pool),
         host_bytes=0 if host is None else parse_bytes(host),
         disk_bytes=0 if disk is None else parse_bytes(disk),
-        kv_dtype=kv_dtype,
+        kv_dtype=kv_dtype_for(arch, kv_dtype, believed.prefill.dtype),
         block_size=positive_count("--block-size", block_size),
         token_budget=positive_count("--token-budget", token_budget),
         max_running=max_running,

@@ -6,17 +6,18 @@ Knows the rig, a `Machine` and text tokens. Does not print or draw; `cli` and `l
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvlab.arch import ModelArch
 from kvlab.blocks import BlockTable, blocks_for
+from kvlab.crossings import crossings_of, interpolated_crossover
 from kvlab.experiments.calibrate import TierFactory
 from kvlab.experiments.rig import Rig
 from kvlab.machine import Machine
@@ -25,7 +26,7 @@ from kvlab.pool import BlockPool
 from kvlab.prefix import reloadable_tokens
 from kvlab.records import bootstrap_interval, machine_facts, median, now_utc
 from kvlab.tiers import DiskTier, Tier, bytes_read_from_device
-from kvlab.verdict import Verdict, crossings_of, decide, interpolated_crossover
+from kvlab.verdict import Verdict, decide
 
 __all__ = [
     "SCHEMA",
@@ -342,12 +343,15 @@ def _against_reference(
 
 def crossover_interval(measured: Measured, tier: str, seed: int = 0) -> tuple[float, float] | None:
     """95 % bootstrap interval of the crossover over whole rounds; inf: never, 0: always. None below seven rounds."""
-    reload_s = np.asarray(measured.tiers[tier].reload_s)  # [length, round]
-    recompute_s = np.asarray(measured.recompute_s)
+
+    def medians(samples: list[list[float]], rounds: list[int]) -> list[float]:
+        # Not numpy's: of seven numbers it takes four times as long, and it is taken thousands of times.
+        return [statistics.median([one[i] for i in rounds]) for one in samples]
 
     def crossover(rounds: Any) -> float:
-        a, b = (np.median(samples[:, rounds], axis=1).tolist() for samples in (reload_s, recompute_s))
-        at = interpolated_crossover(measured.lengths, a, b)
+        drawn = rounds.tolist()
+        reload_s, recompute_s = medians(measured.tiers[tier].reload_s, drawn), medians(measured.recompute_s, drawn)
+        at = interpolated_crossover(measured.lengths, reload_s, recompute_s)
         return math.inf if at is None else at
 
     return bootstrap_interval(crossover, measured.rounds, seed)

@@ -71,7 +71,10 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 def _load(path: Path) -> tuple[str, dict[str, Any]]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"no model config at {file}; expected a config.json or a folder that holds one")
+        # A hub id looks like a folder, and nothing here asks the hub.
+        ask = f"; kvlab.hub.hub_folder('{path.as_posix()}', ['config.json']) asks the hub"
+        hub = "" if path.suffix == ".json" else ask
+        raise FileNotFoundError(f"no model config at {file}; expected a config.json or a folder that holds one{hub}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

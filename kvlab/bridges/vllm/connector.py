@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
 from kvlab.arch import ModelArch
+from kvlab.arithmetic import kv_dtype_for
 from kvlab.bridges.checksums import Checksums
 from kvlab.bridges.learning import Learner
 from kvlab.bridges.options import Options
@@ -33,15 +34,6 @@ __all__ = ["CrossoverConnector"]
 # Below "vllm", so that its lines come out as vLLM's own do.
 logger = init_logger("vllm.kvlab")
 
-# vLLM's names for what a KV cache holds → kvlab's.
-_KV_DTYPES = {
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "fp8": "fp8",
-    "fp8_e4m3": "fp8",
-    "fp8_e5m2": "fp8",
-}
 # What the base class keeps for each connector by itself.
 _OWN = {"role", "has_connector_metadata"}
 
@@ -319,9 +311,7 @@ def _learner(vllm_config: Any, options: Options) -> Learner | None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     try:
         arch = ModelArch.from_hf(model.hf_config.to_dict())
-        name = str(model.dtype).removeprefix("torch.") if cache.cache_dtype == "auto" else cache.cache_dtype
-        if name not in _KV_DTYPES:
-            raise ValueError(f"KV cache dtype {name!r} is none of {', '.join(_KV_DTYPES)}")
+        kv_dtype = kv_dtype_for(arch, str(model.dtype) if cache.cache_dtype == "auto" else cache.cache_dtype)
     except (ValueError, TypeError, KeyError) as error:
         logger.warning("kvlab: cannot judge this model, everything that can be loaded is: %s", error)
         return None
@@ -329,7 +319,7 @@ def _learner(vllm_config: Any, options: Options) -> Learner | None:
         replace(arch, max_positions=max(arch.max_positions, model.max_model_len)),
         tier,
         machine,
-        kv_dtype=_KV_DTYPES[name],
+        kv_dtype=kv_dtype,
         block_size=cache.block_size,
         tp=vllm_config.parallel_config.tensor_parallel_size,
         chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,

@@ -73,6 +73,7 @@ def _fit_prefill(arch: ModelArch, level: Level, suffix: int, block_size: int, dt
         linear_flops_per_s=Curve(tuple(knots)),
         attention_flops_per_s=Curve(((1.0, attention),)),
         calibrated_on=arch.name,
+        calibrated_shape=arch.shape_digest,
         dtype=dtype,
         spread=_spread(level, "recompute"),
         source="first-token times of a server, measured by kvlab probe",

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from kvlab.crossings import crossings_of, interpolated_crossover
 from kvlab.experiments.probe.ask import Arm
 from kvlab.experiments.probe.measure import Measured, Sample
 from kvlab.experiments.probe.rehearse import Rehearsal
 from kvlab.machine import Machine
 from kvlab.records import bootstrap_interval, machine_facts, now_utc
 from kvlab.server import Server
-from kvlab.verdict import crossings_of, interpolated_crossover
 
 __all__ = ["SCHEMA", "Level", "discarded", "levels", "record"]
 

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlab.arch import ModelArch
+from kvlab.crossings import crossings_of, settled_crossover
 from kvlab.lab.draw.style import (
     FLIP,
     PREDICTED,
@@ -28,7 +29,7 @@ from kvlab.lab.published import Published
 from kvlab.machine import Machine
 from kvlab.storing import storing
 from kvlab.units import format_gb_per_s
-from kvlab.verdict import crossings_of, decide, settled_crossover
+from kvlab.verdict import decide
 
 __all__ = ["QUESTION", "FlipCurves", "flip_curves", "flip_figure", "tie_figure"]
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvlab.crossings import settled_crossover
 from kvlab.lab.task import Mistake, Task
-from kvlab.verdict import settled_crossover
 
 __all__ = ["TASKS"]
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from kvlab.crossings import crossings_of
 from kvlab.lab.task import Mistake, Task
-from kvlab.verdict import crossings_of
 
 __all__ = ["TASKS"]
 
