@@ -69,7 +69,7 @@ class BlockAllocator:
         return len(self._free)
 
     def ref_count(self, block: int) -> int:
-        """How many tables hold `block`."""
+        """How many hold `block`: tables, and a cache that keeps it."""
         return self._ref_count[block]
 
     def new_table(self) -> BlockTable:
@@ -77,10 +77,6 @@ class BlockAllocator:
         table = BlockTable(self.block_size)
         self._tables[id(table)] = table
         return table
-
-    def can_grow(self, table: BlockTable, tokens: int) -> bool:
-        """Whether `grow` to `tokens` tokens would succeed now."""
-        return blocks_for(tokens, self.block_size) - len(table.blocks) <= len(self._free)
 
     def grow(self, table: BlockTable, tokens: int) -> list[int]:
         """Extend `table` to hold `tokens` tokens; returns the new blocks. All or nothing: raises OutOfBlocksError."""

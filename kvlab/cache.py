@@ -115,7 +115,10 @@ class Cache:
             hashes = [entry.block_hash for entry in victims if entry.salt == salt]
             for tier in self.executor.tiers:
                 self.executor.look_up(tier, hashes, salt)
-        return [entry for entry in victims if self.holder(entry.block_hash, entry.salt) is None]
+        lost = victims
+        for tier in self.executor.tiers:
+            lost = [entry for entry in lost if not self.executor.holds(tier, entry.block_hash, entry.salt)]
+        return lost
 
     def _worth_storing(self, victims: list[CachedBlock]) -> list[CachedBlock]:
         """Those that the eviction would store in the first tier, judged in runs of neighbours."""

@@ -13,7 +13,7 @@ __all__ = ["Counts"]
 
 @dataclass
 class Counts:
-    """What the scheduler has done. `hit_tokens` by source: "pool" or a tier's name.
+    """What the scheduler has done. `hit_tokens` of prompts by source, "pool" or a tier's name: each once a turn.
 
     `failed_loads` did not bring all, `timed_out_loads` of them because a tier was too slow; `second_loads` began in the
     turn of a failed one, from another tier.

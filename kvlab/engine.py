@@ -5,12 +5,14 @@ A thin face on the scheduler and the torch executor. Does not know notebooks or 
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
+from kvlab.arithmetic import checked_count
 from kvlab.model import Model
 from kvlab.policy import LRU, Decision, Eviction, Policy, Reload
 from kvlab.request import Request, Sampling, Timing
@@ -44,7 +46,9 @@ class Engine:
     `token_budget`: tokens computed in a step (chunked prefill); `groups`: layer groups of a reload (default: up to 4).
     `load_timeout_s`: a reload that is not over by then is a miss, and until what it has asked for has come its tier is
     not used and the blocks that it may still write to stay out of use (inf: no limit).
-    `poison` fills freed blocks with NaN, for tests. Raises ValueError for what does not fit or go together.
+    `poison` fills freed blocks with NaN, for tests. `cuda_graphs`: on CUDA, record a decode step when a batch of its
+    size first comes, which takes longer than the step, and launch it as one from then on; nothing changes elsewhere.
+    Raises ValueError for what does not fit or go together.
     Use it as a context manager, or call `close`.
     """
 
@@ -65,7 +69,10 @@ class Engine:
         streams: Streams | None = None,
         poison: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        cuda_graphs: bool = True,
     ) -> None:
+        _check_parts(model, tiers, policy, eviction)
+        pool_blocks = checked_count("pool_blocks", pool_blocks, 1)
         self.model, self.tiers = model, tuple(tiers)
         self._owns_streams = streams is None
         self._streams = streams_for(model.device) if streams is None else streams
@@ -83,6 +90,7 @@ class Engine:
             poison=poison,
             clock=clock,
             timeout_s=load_timeout_s,
+            cuda_graphs=cuda_graphs,
         )
         self.scheduler = Scheduler(
             self.executor,
@@ -128,7 +136,7 @@ class Engine:
 
         Raises ValueError for ids outside the vocabulary, or for what could never fit the pool or the model's positions.
         """
-        self._check_tokens(tokens)
+        tokens = self._checked(tokens)
         self.scheduler.check_fits(len(tokens), max_new_tokens)
         request = Request(
             self._requests,
@@ -147,7 +155,7 @@ class Engine:
     def resume(self, request: Request, more_tokens: Sequence[int] = (), max_new_tokens: int = 16) -> Request:
         """Go on with a paused or finished request, after `more_tokens` (a tool's output, the next question)."""
         self._expect(request, "resumed", "paused", "finished")
-        self._check_tokens(more_tokens)
+        more_tokens = self._checked(more_tokens)
         self.scheduler.check_fits(len(request.tokens) + len(more_tokens), max_new_tokens)
         self._begin(request, more_tokens, max_new_tokens)
         return request
@@ -161,7 +169,7 @@ class Engine:
     def offload(self, request: Request) -> int:
         """Push the blocks of a paused or finished request to the tiers now; returns how many left the pool.
 
-        Those that others use too stay, and a partial last block is dropped: its few tokens are computed again.
+        Those that others use or go on from stay. A partial last block is dropped: its few tokens are computed again.
         """
         self._expect(request, "offloaded", "paused", "finished")
         if not self.tiers:
@@ -199,10 +207,18 @@ class Engine:
         request.begin_turn(tokens, max_new_tokens, self._arrivals, self.executor.now())
         self.scheduler.enqueue(request)
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        wrong = [token for token in tokens if not 0 <= token < self.model.arch.vocab]
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        """`tokens` as plain ints, whichever integers they are: later nobody could say who brought a bad one."""
+        try:
+            ids = [operator.index(token) for token in tokens]
+        except TypeError as error:
+            raise ValueError(
+                f"tokens are {tokens!r:.60}; expected token ids, such as model.tokenizer.encode(text)"
+            ) from error
+        wrong = [token for token in ids if not 0 <= token < self.model.arch.vocab]
         if wrong:
             raise ValueError(f"token {wrong[0]} is not in the vocabulary [0, {self.model.arch.vocab})")
+        return ids
 
     @staticmethod
     def _expect(request: Request, verb: str, *states: str) -> None:
@@ -300,3 +316,18 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that no block leaked, and that states, tables, index and loads agree."""
         self.scheduler.check_integrity()
+
+
+def _check_parts(model: Any, tiers: Any, policy: Any, eviction: Any) -> None:
+    """Raises ValueError for one that is not what an `Engine` is made of."""
+    parts = [
+        ("model", model, Model, "kvlab.load_model(name)"),
+        ("tiers", tiers, Sequence, "[HostTier(capacity_bytes)]"),
+        ("policy", policy, Policy | None, "kvlab.policies.Reload()"),
+        ("eviction", eviction, Eviction | None, "kvlab.policies.LRU()"),
+    ]
+    if isinstance(tiers, Sequence):
+        parts += [(f"tiers[{place}]", tier, Tier, "HostTier(capacity_bytes)") for place, tier in enumerate(tiers)]
+    for name, part, kind, such_as in parts:
+        if not isinstance(part, kind):
+            raise ValueError(f"{name} is {part!r:.60}; expected an object such as {such_as}")

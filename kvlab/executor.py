@@ -74,7 +74,6 @@ class Executor(Protocol):
 
     num_blocks: int
     block_size: int
-    block_bytes: int
     groups: int
     tiers: tuple[str, ...]  # fastest first
 
@@ -96,8 +95,14 @@ class Executor(Protocol):
     def store(self, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> None:
         """Copy blocks to the tiers, as many as they take; on return the blocks may be written again."""
 
+    def bytes_of(self, blocks: int) -> int:
+        """What so many blocks of one chain are on a link, in one transfer."""
+
     def load(self, tier: str, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> Any:
         """Begin to fill `blocks` from a tier; returns a handle."""
+
+    def remaining_bytes(self, handle: Any) -> int:
+        """What a load still has to bring, as far as that is known without waiting."""
 
     def arrived(self, handle: Any) -> bool:
         """Go on with a load as far as that takes no waiting; whether `finish` would not wait."""

@@ -27,7 +27,7 @@ class Loads:
         self.under_way: list[Load] = []
         self.driven: dict[Request, Load] = {}  # by the request that computes behind it
         self.quarantine: list[Load] = []
-        self._blocks = {tier: RecentRate(executor.now()) for tier in executor.tiers}
+        self._asked_bytes = {tier: RecentRate(executor.now()) for tier in executor.tiers}
 
     @property
     def abandoned(self) -> list[Load]:
@@ -51,15 +51,20 @@ class Loads:
 
     def option(self, tier: str, prefix: int, hashes: Sequence[bytes], now_s: float) -> Option:
         """What a load of the blocks with these `hashes`, up to token `prefix`, would find on its way."""
-        queued = [len(load.table.blocks) for load in self.under_way if load.tier == tier]
-        size = self.executor.block_bytes
-        asked_per_s = size * self._blocks[tier].per_second(now_s)
-        storing_bytes = self.executor.storing_bytes(tier, hashes)
-        return Option(tier, prefix, sum(queued) * size, len(queued), asked_per_s, storing_bytes)
+        left = [self.executor.remaining_bytes(load.handle) for load in self.under_way if load.tier == tier]
+        queued = [size_bytes for size_bytes in left if size_bytes]
+        return Option(
+            tier,
+            prefix,
+            queued_bytes=sum(queued),
+            queued_loads=len(queued),
+            bytes_per_s=self._asked_bytes[tier].per_second(now_s),
+            storing_bytes=self.executor.storing_bytes(tier, hashes),
+        )
 
     def began(self, now_s: float) -> None:
         """A request has begun to be served."""
-        for rate in self._blocks.values():
+        for rate in self._asked_bytes.values():
             rate.begin(now_s)
 
     def begin(self, driver: Request, tier: str, hashes: list[bytes], first: int) -> Load:
@@ -70,7 +75,7 @@ class Loads:
         blocks = allocator.grow(target, (len(hashes) - first) * allocator.block_size)
         allocator.share(driver.table, blocks)
         handle = self.executor.load(tier, hashes[first:], blocks, driver.salt)
-        self._blocks[tier].add(len(blocks))
+        self._asked_bytes[tier].add(self.executor.bytes_of(len(blocks)))
         load = Load(tier, driver.salt, hashes, first, target, handle, driver)
         self.under_way.append(load)
         self.driven[driver] = load

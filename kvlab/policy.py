@@ -15,8 +15,7 @@ from kvlab.arithmetic import kv_bytes
 from kvlab.machine import Machine
 from kvlab.prefix import CachedBlock
 from kvlab.storing import storing
-from kvlab.units import format_s
-from kvlab.verdict import Choice, Split, Verdict, decide
+from kvlab.verdict import Choice, Verdict, decide
 from kvlab.waiting import delayed_requests
 
 __all__ = [
@@ -121,6 +120,18 @@ class Decision:
     actual_s: float | None = None
     estimated_regret_s: float | None = None
 
+    def check(self, situation: Situation, policy: str) -> None:
+        """Raises ValueError naming `policy` where it would load what `situation` does not offer, or parts of blocks."""
+        if self.option is None:
+            return
+        tier, size = self.option.tier, situation.block_size
+        prefix = max((option.prefix for option in situation.options if option.tier == tier), default=0)
+        if not situation.resident <= self.start < self.stop <= prefix or self.start % size or self.stop % size:
+            raise ValueError(
+                f"{policy} would load tokens [{self.start}, {self.stop}) from tier {tier!r}; expected whole blocks of"
+                f" {size} tokens inside [{situation.resident}, {prefix}), which it holds"
+            )
+
     def settle(self, now_s: float) -> None:
         """The first token came at `now_s`."""
         self.actual_s = now_s - self.made_s
@@ -209,14 +220,14 @@ class Calibrated(Policy):
         return Decision(
             situation,
             verdict.choice,
-            verdict.reason if split is None else _split_reason(verdict, split),
-            None if recompute else option,
-            0 if recompute else start,
-            0 if recompute else option.prefix,
-            verdict.ttft_reload_s,
-            verdict.ttft_recompute_s,
-            split.ttft_s if split else None,
-            verdict,
+            verdict.reason,
+            option=None if recompute else option,
+            start=0 if recompute else start,
+            stop=0 if recompute else option.prefix,
+            ttft_reload_s=verdict.ttft_reload_s,
+            ttft_recompute_s=verdict.ttft_recompute_s,
+            ttft_split_s=split.ttft_s if split else None,
+            verdict=verdict,
         )
 
     def _verdict(self, situation: Situation, option: Option) -> Verdict:
@@ -243,10 +254,8 @@ class Calibrated(Policy):
         links = self.machine.links.get(option.tier, {})
         if not option.storing_bytes or "store" not in links:
             return option.queued_bytes
-        block_bytes, layers = (
-            kv_bytes(situation.arch, situation.block_size, situation.kv_dtype),
-            len(situation.arch.layers),
-        )
+        layers = len(situation.arch.layers)
+        block_bytes = kv_bytes(situation.arch, situation.block_size, situation.kv_dtype)
         load, store = (
             link.rate_gb_per_s(link.copy_bytes(block_bytes, 1, layers)) for link in (links["load"], links["store"])
         )
@@ -262,13 +271,6 @@ def delayed_loads(machine: Machine, situation: Situation, option: Option) -> flo
     took_s = machine.link(option.tier).transfer_s(size_bytes, tokens // situation.block_size, len(arch.layers))
     load = option.bytes_per_s * took_s / size_bytes
     return delayed_requests(situation.waiting, option.queued_loads + 1 + situation.waiting, load)
-
-
-def _split_reason(verdict: Verdict, split: Split) -> str:
-    return (
-        f"split: {format_s(split.ttft_s)}, {split.recompute_tokens} tokens computed while {split.reload_tokens} load;"
-        f" against {format_s(verdict.ttft_reload_s)} for reload and {format_s(verdict.ttft_recompute_s)} for recompute"
-    )
 
 
 def _cost_s(verdict: Verdict) -> float:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ def reloadable_tokens(prefix: int, prompt: int, block_size: int) -> int:
     return min(prefix, prompt - 1) // block_size * block_size
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class CachedBlock:
     """A full block that stays in the pool after its request: `block` by id, `position` of its first token.
 
@@ -107,14 +107,14 @@ class PrefixIndex:
     ) -> list[CachedBlock]:
         """Up to `count` idle blocks, the least valuable first, each behind its children where they are idle too.
 
-        `among`: only blocks with these hashes.
+        `among`: only blocks with these hashes, and none that a chain of others goes on from.
         """
         known = self._entries if among is None else {h: self._entries[h] for h in among if h in self._entries}
         ends = (self._ends if among is None else {h: self._ends[h] for h in known if h in self._ends}).values()
         heap = [(value(entry), order, entry) for order, entry in enumerate(ends) if self.idle(entry)]
         heapq.heapify(heap)
         chosen: list[CachedBlock] = []
-        gone: Counter[bytes] = Counter()
+        gone: defaultdict[bytes, int] = defaultdict(int)
         while heap and len(chosen) < count:
             entry = heapq.heappop(heap)[2]
             chosen.append(entry)
@@ -123,9 +123,10 @@ class PrefixIndex:
                 gone[parent.block_hash] += 1
                 if gone[parent.block_hash] == self._children[parent.block_hash]:  # it is the end of its chain now
                     heapq.heappush(heap, (value(parent), len(ends) + len(chosen), parent))
-        if len(chosen) < count:  # only blocks in front of one that somebody holds are left: better useless than stuck
+        if among is None and len(chosen) < count:
+            # Only blocks in front of one that somebody holds are left: better useless than stuck.
             taken = {entry.block_hash for entry in chosen}
-            rest = [entry for h, entry in known.items() if h not in taken and self.idle(entry)]
+            rest = [entry for h, entry in self._entries.items() if h not in taken and self.idle(entry)]
             chosen += sorted(rest, key=lambda entry: -entry.position)[: count - len(chosen)]
         return chosen
 

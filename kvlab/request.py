@@ -52,8 +52,8 @@ class Request:
 
     `prompt` tokens of `tokens` came from the caller up to this turn; what follows was generated in it, at most
     `max_new_tokens`. `table` holds the blocks of its computed positions while it has any. `hashes` names its full
-    blocks. `failed_tiers`: loads from them went wrong in this turn, so they are not asked again in it. `on_token` sees
-    each new token.
+    blocks. `failed_tiers`: loads from them went wrong in this turn, so they are not asked again in it. `reached`: the
+    most tokens that were `computed` in this turn, before any preemption. `on_token` sees each new token.
     """
 
     id: int
@@ -70,6 +70,7 @@ class Request:
     table: BlockTable | None = None
     hashes: list[bytes] = field(default_factory=list)
     failed_tiers: set[str] = field(default_factory=set)
+    reached: int = 0
     decision: Decision | None = None
     timing: Timing = field(default_factory=lambda: Timing(0.0))
     preemptions: int = 0
@@ -89,7 +90,7 @@ class Request:
         self.tokens.extend(more)
         self.prompt, self.max_new_tokens, self.arrival = len(self.tokens), max_new_tokens, arrival
         self.timing, self.state, self.failed_tiers, self.decision = Timing(now_s), "waiting", set(), None
-        self.turn += 1
+        self.turn, self.reached = self.turn + 1, 0
 
     def append(self, token: int, now_s: float, repeats: int = 1) -> bool:
         """Take a generated token, or `repeats` of which all are alike; returns whether the request has ended."""

@@ -104,7 +104,7 @@ class Scheduler:
 
     def stop(self, request: Request) -> None:
         """Take a request out of whatever it is in; what it has computed stays with it until the room is needed."""
-        if request in self.waiting:
+        if request.state == "waiting":  # nobody else is looked for in a queue that may be long
             self.waiting.remove(request)
         self.loads.leave(request)
         self.running.pop(request, None)
@@ -155,6 +155,7 @@ class Scheduler:
         table, size = request.table, self.allocator.block_size
         assert table is not None, "a request without blocks has computed"
         start, table.tokens = table.tokens, stop
+        request.reached = max(request.reached, stop)
         self.counts.computed_tokens += stop - start
         if start // size < stop // size:
             self.cache.name(request, stop // size)
@@ -176,7 +177,7 @@ class Scheduler:
     def _plan(self) -> tuple[list[Chunk], list[Request]]:
         """Decodes first, then prefill within the token budget; behind a load once it is here, or if all others wait."""
         order = sorted(self.running, key=lambda request: request.arrival)
-        decodes = [r for r in order if self._decodes(r) and self._writable(r, r.computed, r.computed + 1)]
+        decodes = dict.fromkeys(r for r in order if self._decodes(r) and self._writable(r, r.computed, r.computed + 1))
         budget = max(1, self.token_budget - len(decodes))
         chunks: list[Chunk] = []
         late: list[Chunk] = []
@@ -262,7 +263,7 @@ class Scheduler:
             raise
         self._prefilling_s.begin(now)
         self.loads.began(now)
-        self.counts.hit_tokens["pool"] += request.computed
+        self._count_hits(request, "pool")
         self.allocator.grow(table, most)
         self.running[request] = None
         return True
@@ -285,23 +286,23 @@ class Scheduler:
         if not options:
             return
         decodes = sum(other.computed == len(other.tokens) - 1 for other in self.running)
-        decision = self.policy.decide(
-            Situation(
-                (request.id, request.turn),
-                self.arch,
-                self.kv_dtype,
-                size,
-                len(request.tokens),
-                first * size,
-                tuple(options),
-                decodes,
-                self.executor.groups,
-                len(self.waiting) - 1,
-                len(self.running) - decodes,
-                sum(other.state == "loading" for other in self.running),
-                self._prefilling_s.per_second(now),
-            )
+        situation = Situation(
+            key=(request.id, request.turn),
+            arch=self.arch,
+            kv_dtype=self.kv_dtype,
+            block_size=size,
+            prompt=len(request.tokens),
+            resident=first * size,
+            options=tuple(options),
+            active_decodes=decodes,
+            groups=self.executor.groups,
+            waiting=len(self.waiting) - 1,
+            ahead=len(self.running) - decodes,
+            loading=sum(other.state == "loading" for other in self.running),
+            load=self._prefilling_s.per_second(now),
         )
+        decision = self.policy.decide(situation)
+        decision.check(situation, type(self.policy).__name__)
         decision.made_s = now
         self.decisions.append(decision)
         self.counts.decisions[decision.choice] += 1
@@ -327,7 +328,7 @@ class Scheduler:
         self.counts.failed_loads += not complete
         if driver is not None:
             driver.state = "running"
-            self.counts.hit_tokens[load.tier] += valid * self.allocator.block_size
+            self._count_hits(driver, load.tier)
         if not complete:
             for request in (*load.waiters, *([driver] if driver is not None else ())):
                 request.failed_tiers.add(load.tier)
@@ -336,6 +337,12 @@ class Scheduler:
         if driver is not None and not complete and self._held_elsewhere(driver, load):
             self.stop(driver)
             self.enqueue(driver)  # to be asked about again
+
+    def _count_hits(self, request: Request, source: str) -> None:
+        """What a request has got from `source`, as far as it had not got or computed it before in this turn."""
+        got = min(request.computed, request.prompt)
+        self.counts.hit_tokens[source] += max(0, got - request.reached)
+        request.reached = max(request.reached, got)
 
     def _held_elsewhere(self, request: Request, load: Load) -> bool:
         """Whether a tier that was not tried yet holds what should have come next."""

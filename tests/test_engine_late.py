@@ -329,7 +329,7 @@ def test_what_one_tier_fails_to_bring_another_brings(away, group, backend):
     run(engine, request)
     metrics = engine.metrics()
     assert (metrics["loads"], metrics["failed_loads"], metrics["second_loads"]) == (2, 1, 1)
-    assert metrics["hit_tokens"] == {"host": 24, "disk": 16, "pool": 24}
+    assert metrics["hit_tokens"] == {"host": 24, "disk": 16, "pool": 0}
     assert [decision.option.tier for decision in engine.decisions] == ["host", "disk"]
 
 

@@ -83,3 +83,17 @@ def test_a_block_is_kept_once_and_only_while_it_is_held():
     allocator._ref_count[block] -= 1
     with pytest.raises(AssertionError, match="counts 1 references"):
         allocator.check_integrity()
+
+
+def test_among_some_blocks_none_leaves_that_another_chain_goes_on_from():
+    """A system prompt of two conversations: with it the blocks of the one that stays would be lost."""
+    allocator = BlockAllocator(20, 4)
+    index = PrefixIndex(allocator)
+    stem, ours, theirs = [b"s0", b"s1"], [b"a0", b"a1"], [b"b0", b"b1"]
+    chained(allocator, index, [stem + ours, stem + theirs], 0.0)
+    victims = index.victims(9, lambda entry: -entry.position, among=stem + ours)
+    assert [entry.block_hash for entry in victims] == [b"a1", b"a0"]
+    for entry in victims:
+        index.remove(entry)
+    assert index.matched(stem + theirs) == 4
+    assert len(index.victims(9, lambda entry: -entry.position)) == 4, "who needs room gets all the same"

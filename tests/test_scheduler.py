@@ -51,6 +51,12 @@ class Bill:
         size = len(blocks) * self.block_bytes
         return len(blocks), self.clock_s + self.machine.link(tier).transfer_s(size, len(blocks), 2)
 
+    def bytes_of(self, blocks):
+        return blocks * self.block_bytes
+
+    def remaining_bytes(self, handle):
+        return 0 if self.arrived(handle) else self.bytes_of(handle[0])
+
     def arrived(self, handle):
         return self.clock_s >= handle[1]
 

@@ -14,6 +14,8 @@ from tiny_engine import one_thread, text, tiny_machine, tiny_model  # noqa: F401
 from kvlab import policies
 from kvlab.arch import ModelArch
 from kvlab.arithmetic import attention_flops, kv_bytes
+from kvlab.experiments.bench.growth import steady_simulator
+from kvlab.experiments.replay import agent_trace
 from kvlab.machine import Curve, Link, Machine, Prefill
 from kvlab.scheduler import Scheduler
 from kvlab.simulate import (
@@ -34,7 +36,7 @@ from kvlab.simulate import (
     simulate,
 )
 from kvlab.simulate.judging import Judge, Oracle
-from kvlab.simulate.simulator import Replica
+from kvlab.simulate.simulator import Replica, _Asked
 from kvlab.streams import ThreadStreams
 from kvlab.tiers import DiskTier, HostTier
 from kvlab.torch_executor import TorchExecutor
@@ -98,6 +100,9 @@ class Paced(TorchExecutor):
         handle = super().load(tier, hashes, blocks, salt)
         handle.billed = self.bill.load(tier, hashes, blocks, salt)
         return handle
+
+    def remaining_bytes(self, handle):
+        return self.bill.remaining_bytes(handle.billed)
 
     def arrived(self, handle):
         return self.bill.arrived(handle.billed)
@@ -474,13 +479,38 @@ def calls(function):
     return count
 
 
-def test_ten_times_the_trace_is_at_most_eleven_times_the_work():
+@pytest.mark.parametrize("rate", [0.3, 30.0])  # of which the second is a queue that only grows
+def test_ten_times_the_trace_is_at_most_eleven_times_the_work(rate, monkeypatch):
+    # A list that is searched compares its requests in C, where nothing would be counted.
+    monkeypatch.setattr(_Asked, "__eq__", lambda self, other: self is other)
     # Long enough that pool and tiers fill up early on: the requests that find them empty have less to do.
-    trace = read_trace(SAMPLE, limit=120).at_rate(0.3)
+    trace = read_trace(SAMPLE, limit=120).at_rate(rate)
     shape, policy = cluster(blocks=240, host=50, disk=100), make_policy("calibrated", H100)
     once, ten = (calls(lambda n=n: Simulator(trace.repeated(n), shape, policy).run()) for n in (1, 10))
     assert once > 100_000
     assert ten <= 11 * once
+
+
+def test_requests_whose_growth_is_timed_are_alike():
+    def work(units):
+        simulator, end_s = steady_simulator(units)
+        replica, result = simulator.replicas[0], simulator.result
+        tiers = replica.executor.billed_tiers.values()
+
+        def done():
+            evicted = [replica.scheduler.cache.evicted_blocks, *(tier.evicted_blocks for tier in tiers)]
+            return [result.finished, *evicted, replica.scheduler.counts.loads]
+
+        before = done()
+        count = calls(lambda: simulator.run(end_s))
+        assert all(len(tier) == tier.capacity_blocks for tier in tiers)
+        return count, [after - earlier for after, earlier in zip(done(), before, strict=True)]
+
+    (once, one), (ten_times, ten) = work(1), work(10)
+    assert one[0] == 40
+    assert min(one) > 0
+    assert ten == pytest.approx([10 * each for each in one], rel=0.1)
+    assert 9 * once < ten_times < 11 * once
 
 
 def test_memory_grows_with_distinct_blocks_only():
@@ -501,6 +531,18 @@ def test_memory_grows_with_distinct_blocks_only():
     some = peak_bytes(trace.repeated(2, same_blocks=True))
     assert peak_bytes(trace.repeated(8, same_blocks=True)) < 1.2 * some
     assert peak_bytes(trace.repeated(8)) > 3 * some
+
+
+def test_a_simulation_that_stops_now_and_then_is_the_same():
+    trace = agent_trace(20, 3, preamble=1024, new_tokens=512, gap_s=8.0)
+    shape, policy = cluster(blocks=40, host=20, disk=400), make_policy("calibrated", H100)
+    parts = Simulator(trace, shape, policy)
+    for stop_s in (5.0, 5.0, 20.0, 30.5):
+        assert parts.run(stop_s).last_s < stop_s
+    assert 0 < parts.result.finished < trace.requests
+    whole = Simulator(trace, shape, policy).run()
+    assert report(parts.run(), 0.0) == report(whole, 0.0)
+    assert parts.result.ttfts_s == whole.ttfts_s
 
 
 def test_what_cannot_be_simulated_is_refused_before_it_begins():

@@ -4,8 +4,9 @@ Compute is one queue in order, each direction of each link is another. Does not 
 
 What is exact, given the machine: hits, bytes and decisions; prefill, chunk by chunk; loads and stores; a load that
 computing runs behind, layer group by layer group; and decode steps, many of which are billed at once while each is like
-the last: until a request ends or fills a block, a load has arrived, or somebody comes. What is not: windows and states
-are billed as if every layer kept every token in a decode; stores never slow a load down, nor loads a store.
+the last: until a request ends or fills a block, a load has arrived, or somebody comes. What is not: layers with windows
+are billed as if they kept every token in a pool, a tier and a decode, and as if what is stored at once were one chain;
+stores never slow a load down, nor loads a store.
 """
 
 from __future__ import annotations
@@ -99,10 +100,11 @@ class DecodeCost:
 
 @dataclass(eq=False)
 class _Loading:
-    """A load on a link's clock, from `begin_s` to `due_s`."""
+    """A load of `size_bytes` on a link's clock, from `begin_s` to `due_s`."""
 
     tier: BilledTier
     hashes: Sequence[bytes]
+    size_bytes: int
     begin_s: float
     due_s: float
 
@@ -176,6 +178,10 @@ class BillingExecutor:
         """Whether a tier holds the block; tenants' names differ anyway."""
         return block_hash in self.billed_tiers[tier]
 
+    def bytes_of(self, blocks: int) -> int:
+        """What so many blocks of one chain are: of a layer with a window no more than the window."""
+        return kv_bytes(self.arch, blocks * self.block_size, self.kv_dtype, 1, self.block_size)
+
     def storing_bytes(self, tier: str, hashes: Sequence[bytes]) -> int:
         """What the tier's link writes until the last of these is there, copies of one block at a time."""
         held = self.billed_tiers[tier]
@@ -191,33 +197,35 @@ class BillingExecutor:
                 return
             self._demote(tiers[place:], len(hashes), hashes)
             tier.touch(hashes)
-            held = tier.make_room([h for h in hashes if h not in tier], hashes)
+            held = tier.make_room(tier.missing(hashes), hashes)
             self._bill_store(tier, held)
-            hashes = [h for h in hashes if h not in tier]
+            hashes = tier.missing(hashes)
 
     def _demote(self, tiers: Sequence[BilledTier], blocks: int, keep: Sequence[bytes]) -> None:
         """Store what the first of `tiers` is about to evict in the one below, unless that has it."""
         if len(tiers) > 1:
             upper, below = tiers[0], tiers[1]
-            wanted = [h for h in upper.victims(blocks, keep) if h not in below]
-            self._bill_store(below, below.make_room(wanted))
+            self._bill_store(below, below.make_room(below.missing(upper.victims(blocks, keep))))
 
     def _bill_store(self, tier: BilledTier, held: Sequence[bytes]) -> None:
         if held:
-            size_bytes = len(held) * self.block_bytes
-            tier.put(held, tier.store_clock.book(size_bytes, len(held), self.clock_s)[1])
+            tier.put(held, tier.store_clock.book(self.bytes_of(len(held)), len(held), self.clock_s)[1])
 
     def load(self, tier: str, hashes: Sequence[bytes], blocks: Sequence[int], salt: str) -> _Loading:  # noqa: ARG002
         """Book a load behind those before it, and behind the stores that it needs."""
         source = self.billed_tiers[tier]
         source.touch(hashes)
         source.pin(hashes)
-        tokens = len(blocks) * self.block_size
-        size_bytes = kv_bytes(self.arch, tokens, self.kv_dtype, 1, self.block_size)
+        size_bytes = self.bytes_of(len(blocks))
         ready_s = max(self.clock_s, source.ready_s(hashes))
-        loading = _Loading(source, hashes, *source.load_clock.book(size_bytes, len(blocks), ready_s))
+        loading = _Loading(source, hashes, size_bytes, *source.load_clock.book(size_bytes, len(blocks), ready_s))
         self._loads.append(loading)
         return loading
+
+    def remaining_bytes(self, handle: _Loading) -> int:
+        """What is left of it, as if it came at one pace from the beginning to the end."""
+        left_s = max(0.0, handle.due_s - max(self.clock_s, handle.begin_s))
+        return round(handle.size_bytes * left_s / (handle.due_s - handle.begin_s)) if left_s else 0
 
     def arrived(self, handle: _Loading) -> bool:
         """Whether it is over by now."""

@@ -101,7 +101,7 @@ class Oracle(Policy):
         """The option with the true queue of its link, in bytes."""
         clock = self.executor.billed_tiers[option.tier].load_clock
         blocks = (option.prefix - situation.resident) // situation.block_size
-        copy_bytes = clock.link.copy_bytes(blocks * self.executor.block_bytes, blocks, clock.layers)
+        copy_bytes = clock.link.copy_bytes(self.executor.bytes_of(blocks), blocks, clock.layers)
         rate_gb_per_s = clock.link.rate_gb_per_s(copy_bytes)
         return replace(option, queued_bytes=round(self._wait_s(option) * rate_gb_per_s * 1e9))
 
@@ -121,7 +121,7 @@ class Oracle(Policy):
             return machine.prefill_s(arch, situation.resident, situation.prompt) * (1 + delayed)
         clock = executor.billed_tiers[decision.option.tier].load_clock
         blocks = (decision.stop - decision.start) // situation.block_size
-        load_s = clock.link.transfer_s(blocks * executor.block_bytes, blocks, clock.layers)
+        load_s = clock.link.transfer_s(executor.bytes_of(blocks), blocks, clock.layers)
         wait_s = self._wait_s(decision.option)
         head_s = machine.prefill_s(arch, situation.resident, decision.start)
         rest_s = machine.prefill_s(arch, decision.stop, situation.prompt)

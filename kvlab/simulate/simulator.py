@@ -258,8 +258,8 @@ class Simulator:
         except ValueError as error:
             raise ValueError(f"session {session.id} of the trace: {error}") from error
 
-    def run(self) -> Simulated:
-        """Until every session has ended."""
+    def run(self, until_s: float = math.inf) -> Simulated:
+        """Until every session has ended, or one is about to ask at `until_s` or later: another call goes on there."""
         while True:
             busy = [replica for replica in self.replicas if replica.scheduler.busy]
             behind = min(busy, key=_clock, default=None)
@@ -267,6 +267,8 @@ class Simulator:
             if behind is None and not self._arrivals:
                 return self.result
             if behind is None or behind.executor.clock_s >= next_s:
+                if next_s >= until_s:
+                    return self.result
                 self._arrive(heapq.heappop(self._arrivals))
                 continue
             # Another replica may end a turn, and its session may come here after the shortest of its pauses.

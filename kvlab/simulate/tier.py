@@ -62,6 +62,10 @@ class BilledTier:
     def __len__(self) -> int:
         return len(self._ready_s)
 
+    def missing(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Those that it does not hold."""
+        return [block_hash for block_hash in hashes if block_hash not in self._ready_s]
+
     def ready_s(self, hashes: Sequence[bytes]) -> float:
         """When the stores of all these blocks are over."""
         return max(map(self._ready_s.__getitem__, hashes))
