@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import asdict
 
@@ -260,7 +261,9 @@ def test_agent_rows_judge_each_tier_and_the_tokens(tmp_path):
         assert row["interval"] is None  # two rounds give none, and without one nothing is met
     assert [row.met for row in rows if "mean TTFT" in row.name] == [None, None]
     assert all(row.met == (row.ours <= 5) for row in rows if "regret" in row.name)
-    assert "emulated link of" in rows[2].name
+    assert "an emulated link" in rows[2].name
+    assert re.fullmatch(r".*B/s .* and .*s", rows[2].note), "the link is another in every run: not in the name"
+    assert not rows[0].note
     assert (rows[-1].ours, rows[-1].met) == (0.0, True)
 
 

@@ -10,12 +10,15 @@ from tiny_engine import text, tiny_model
 
 from kvlab.arch import ModelArch
 from kvlab.experiments import peers
-from kvlab.experiments.bench import growth, vllm
+from kvlab.experiments.bench import growth, rows, vllm
 from kvlab.experiments.bench.growth import exponent, exponent_row
 from kvlab.experiments.bench.hashing import bench_hashing, filled_index, lookups
-from kvlab.experiments.bench.rows import median_interval
+from kvlab.experiments.bench.memory import ColdReads
+from kvlab.experiments.bench.overlap import hidden_row, hidden_rows, layer_groups
+from kvlab.experiments.bench.rows import Row, judged, median_interval
 from kvlab.experiments.bench.vllm_peer import matrix_products
 from kvlab.gguf_file import GgufFile
+from kvlab.reload import Reload
 from kvlab.tiers import DiskTier
 from kvlab.weights import fetch
 
@@ -39,10 +42,11 @@ def test_an_exponent_is_judged_against_its_theory_and_has_an_interval():
 
 def test_small_sizes_give_every_row_of_growth(monkeypatch):
     monkeypatch.setattr(growth, "model_and_text", lambda name, device, dtype: (tiny_model(), text(64)))
+    monkeypatch.setattr(growth, "_FILLING", 1)
     rows = [
         growth.prefill_row("tiny", "cpu", "fp64", (8, 16, 64)),
         *growth.lookup_rows((10, 100), (100, 400)),
-        *growth.simulator_rows((4, 40)),
+        *growth.simulator_rows((1, 2), (4, 40)),
         growth.index_memory_row((100, 1000)),
     ]
     for row in rows:
@@ -76,6 +80,84 @@ def test_look_ups_find_runs_of_blocks_that_are_in_the_index():
     for wanted in lookups(hashes, run=8, count=5, seed=1):
         assert index.matched(wanted) == 8
         assert not any(mine is theirs for mine in wanted for theirs in hashes)
+
+
+# Goals ---------------------------------------------------------------------------------------------------------------
+
+GOAL = Row("r", 1.0, "ms", goal="≥ 2 × sdpa", met=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "faster", "goal", "met"),
+    [
+        ("cpu", "fp32", "fp32", "≥ 2 × sdpa", False),
+        ("cpu", "bf16", "bf16", "≥ 2 × sdpa", False),
+        ("cpu", "bf16", "fp32", "≥ 2 × sdpa (bf16 emulated)", False),  # judged, and it says on what
+        ("cuda:0", "bf16", "bf16", "reported", None),
+    ],
+)
+def test_a_goal_is_that_of_a_cpu_and_says_when_bf16_is_emulated(monkeypatch, device, dtype, faster, goal, met):
+    monkeypatch.setattr(rows, "resolve_dtype", lambda dtype, device: faster)
+    row = judged(GOAL, device, dtype)
+    assert (row.goal, row.met) == (goal, met)
+
+
+# Hidden behind a suffix ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "load", "rest", "plain", "hidden", "most", "said"),
+    [
+        (22.0, 10.0, 20.0, 21.0, 80.0, 100.0, "90 %"),  # two of ten are seen, where plain reads show one
+        (30.0, 10.0, 20.0, 20.0, 0.0, 100.0, "100 %"),  # one after the other
+        (33.0, 10.0, 20.0, 31.0, -30.0, 100.0, "-10 %"),  # worse than that
+        (12.0, 10.0, 5.0, 10.0, 30.0, 50.0, "50 %"),  # five of computing hide five at most
+    ],
+)
+def test_the_hidden_share_is_what_of_the_load_the_first_token_does_not_wait_for(
+    ours, load, rest, plain, hidden, most, said
+):
+    seconds = {"ours": ours, "load": load, "rest": rest, "plain": plain}
+    row = hidden_row("r", "cold files", {arm: [s / 1e3] * 7 for arm, s in seconds.items()})
+    assert (row.ours, row.floor) == (pytest.approx(hidden), pytest.approx(most))
+    assert row.of_floor == pytest.approx(hidden / most)
+    assert row.interval == (pytest.approx(hidden / most), pytest.approx(hidden / most))
+    assert row.met == (hidden >= 75)
+    assert row.note == f"cold files; plain reads hide {said}"
+    assert row.peers["together, ms"] == pytest.approx(ours)
+
+
+def test_disk_reloads_are_hidden_by_the_engines_own_layer_groups(tmp_path, monkeypatch):
+    waits, drops = [], []
+    wait, drop = Reload.wait_group, DiskTier.drop_pages
+    monkeypatch.setattr(Reload, "wait_group", lambda self, group: waits.append(group) or wait(self, group))
+    monkeypatch.setattr(DiskTier, "drop_pages", lambda self: drops.append(self.folder) or drop(self))
+    model = tiny_model()
+    rows = list(hidden_rows(model, text(400), tmp_path, lambda _: None, prefix=64, suffixes=(4, 8), rounds=7))
+    assert [row.name for row in rows] == [
+        f"disk reload of 64 tokens hidden behind a suffix of {suffix}, tiny-2 fp64" for suffix in (4, 8)
+    ]
+    for row in rows:
+        json.dumps(row.plain(), allow_nan=False)
+        assert row.note.startswith(("cold files; ", "cold: unproven; "))
+        assert row.interval[0] <= row.interval[1]
+        assert row.ours == pytest.approx(
+            100 - 100 * (row.peers["together, ms"] - row.peers["suffix alone, ms"]) / row.peers["load alone, ms"]
+        )
+    assert layer_groups(model) == 2
+    assert waits.count(1) == 2 * 8  # each resume waits for each group; a load alone waits for all of them at its end
+    assert len(drops) == 3 * 2 * 8  # before every resume, load, and plain read
+
+
+def test_a_read_is_cold_when_the_device_has_counted_nine_tenths_of_it():
+    reads = ColdReads(1000)
+    assert reads.timed(lambda: 0.5) == 0.5
+    assert str(reads) == "cold: unproven"  # nothing was read
+    for nbytes, said in ((900, "cold files"), (899, "cold: unproven"), (None, "cold: unproven")):
+        reads = ColdReads(1000)
+        reads.note(4000)
+        reads.note(nbytes)
+        assert str(reads) == said
 
 
 # vLLM ----------------------------------------------------------------------------------------------------------------
@@ -143,17 +225,20 @@ def test_vllm_is_asked_a_line_at_a_time_and_its_noise_is_not_an_answer(tmp_path,
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the played Python is a shell script")
 def test_a_resume_beside_vllm_reloads_every_time(tmp_path, python, monkeypatch):
-    loads = []
+    loads, drops = [], []
     load = DiskTier.load
     monkeypatch.setattr(DiskTier, "load", lambda self, *given: loads.append(1) or load(self, *given))
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "stored" / "layer.safetensors").write_bytes(b"of vLLM")
+    monkeypatch.setattr(vllm, "drop_file", drops.append)
     model, weights = small(tmp_path)
-    for part in ("stored", "tier"):
-        (tmp_path / part).mkdir()
+    (tmp_path / "tier").mkdir()
     with vllm._peer(python, model, weights, tmp_path / "stored") as peer:
         row = vllm._resume_row(model, text(100), peer, tmp_path)
     assert len(loads) == 10  # nine rounds and the one that warms up
+    assert len(drops) == 20  # vLLM's reloads as well as ours: it must not find in memory what it has read before
     assert row.goal == "≥ 3 × vllm"
-    assert "cold" in row.name
+    assert "cold" in row.note
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the played Python is a shell script")

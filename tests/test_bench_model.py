@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from stand_in_graph import RecordingStreams
 
 from kvlab.attention import attend, causal_mask
 from kvlab.blocks import blocks_for
@@ -63,27 +64,39 @@ def test_rows_of_prefill_and_decode_compare_with_floor_and_peer(tiny):
         assert prompts.shape == (2, 64)
         return lambda steps: torch.zeros(steps)
 
-    step, matrices = decode_rows(tiny, ids, 2, 64, slow, steps=2, rounds=2)
+    step, matrices, attention = decode_rows(tiny, ids, 2, 64, slow, steps=2, rounds=2)
     assert "batch 2" in step.name
     assert set(step.of_peer) == {"transformers"}
     assert step.floor > matrices.floor > 0
+    assert attention.floor > 0
     assert "transformers" not in next(decode_rows(tiny, ids, 1, 64, None, steps=2, rounds=2)).of_peer
 
 
+def test_decode_has_a_row_for_graphs_where_there_are_any(tiny, monkeypatch):
+    streams = RecordingStreams()
+    monkeypatch.setattr("kvlab.experiments.rig.streams_for", lambda _: streams)
+    ids = [token % tiny.arch.vocab for token in range(400)]
+    step, graph, matrices, _ = decode_rows(tiny, ids, 2, 64, lambda _: lambda _: 1.0, steps=2, rounds=2)
+    assert graph.name == f"{step.name}: as a CUDA graph"
+    assert graph.floor == step.floor > matrices.floor
+    assert set(graph.of_peer) == {"transformers"}
+    assert streams.stand_in.replays == 3 * (2 + 2)  # in each round two steps and both parts, the warm-up's too
+    assert len(streams.stand_in.recordings) == 3
+
+
 @pytest.mark.smollm2
-def test_transformers_decodes_the_same_tokens_each_time_it_is_asked(smollm2_path):
+def test_transformers_decodes_the_same_tokens_each_time_it_is_asked(smollm2):
     pytest.importorskip("transformers")
     from kvlab.experiments.peers import transformers_decode
 
-    model = load_model(smollm2_path, dtype="fp32")
-    ids = model.tokenizer.encode("The lighthouse keeper wrote down the weather every evening, because nobody else")
-    decode = transformers_decode(model)(torch.tensor([ids]))
+    ids = smollm2.tokenizer.encode("The lighthouse keeper wrote down the weather every evening, because nobody else")
+    decode = transformers_decode(smollm2)(torch.tensor([ids]))
     theirs = decode(4)
     assert decode(4) == theirs
     blocks = list(range(blocks_for(len(ids) + 4, 16)))
-    pool = BlockPool(model.layout(16), len(blocks))
-    newest, ours = int(model.prefill(ids, pool, blocks).argmax()), []
+    pool = BlockPool(smollm2.layout(16), len(blocks))
+    newest, ours = int(smollm2.prefill(ids, pool, blocks).argmax()), []
     for position in range(len(ids), len(ids) + 4):
         ours.append(newest)
-        newest = int(model.decode(torch.tensor([newest]), pool, [blocks], [position]).argmax())
+        newest = int(smollm2.decode(torch.tensor([newest]), pool, [blocks], [position]).argmax())
     assert theirs == [ours]

@@ -29,20 +29,20 @@ class Group:
 
 
 GROUPS: dict[str, Group] = {
-    "start": Group("start", "imports, the shell, one decision, the smallest crossover", 2),
-    "hashing": Group("hashing", "block hashes and checksums beside hashlib and xxhash; prefix look-ups", 1),
-    "growth": Group("growth", "fitted exponents: time and memory against size", 2),
+    "start": Group("start", "imports, the shell, one decision, the smallest crossover", 1.5),
+    "hashing": Group("hashing", "block hashes and checksums beside hashlib and xxhash; prefix look-ups", 0.2),
+    "growth": Group("growth", "fitted exponents: time and memory against size", 1),
     "host": Group("memory", "offload and reload to host RAM beside plain copies", 1),
     "disk": Group("memory", "offload and cold reload to disk beside raw writes and reads", 1),
-    "valkey": Group("valkey", "moves to a real server on loopback beside plain pipelined GETs and SETs", 2),
+    "valkey": Group("valkey", "moves to a real server on loopback beside plain pipelined GETs and SETs", 0.5),
     "attention": Group("attention", "attention alone beside scaled_dot_product_attention", 1),
-    "prefill": Group("model", "time to first token beside transformers and the floor", 6, ("transformers",)),
-    "decode": Group("decode", "time per token, batch 1 and 8, beside transformers", 3, ("transformers",)),
-    "resume": Group("model", "a resume from host RAM beside a full prefill", 2),
+    "prefill": Group("model", "time to first token beside transformers and the floor", 8, ("transformers",)),
+    "decode": Group("decode", "time per token, batch 1 and 8, beside transformers", 2, ("transformers",)),
+    "resume": Group("model", "a resume from host RAM beside a full prefill; what of a disk reload is hidden", 2),
     "prediction": Group("model", "predicted beside measured times at unseen lengths", 6),
     "engine": Group("engine", "agents under three policies; look-ups, scheduling, loading behind computing", 15),
-    "simulate": Group("simulate", "a long trace, the real engine beside it, policies in many cells", 8),
-    "vllm": Group("vllm", "time to first token, computed and from disk, beside vLLM", 8, ("vllm",)),
+    "simulate": Group("simulate", "a long trace, the real engine beside it, policies in many cells", 6),
+    "vllm": Group("vllm", "time to first token, computed and from disk, beside vLLM", 11, ("vllm",)),
 }
 
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from kvlab.arithmetic import kv_bytes
+from kvlab.attention import attend_whole
+from kvlab.experiments.bench.attention import synchronised
 from kvlab.experiments.bench.model import model_and_text, weight_bytes, weight_products
-from kvlab.experiments.bench.rows import Progress, Row, interleave, ratio_interval
+from kvlab.experiments.bench.rows import Progress, Row, interleave, judged, ratio_interval
 from kvlab.experiments.peers import transformers_decode
 from kvlab.experiments.rig import Rig
+from kvlab.graphs import Decode, decode_with
 from kvlab.model import Model
+from kvlab.pool import TORCH_DTYPES
 from kvlab.records import median
 
 __all__ = ["bench_decode", "decode_rows"]
 
 _CACHED = 1024
-_READ_BYTES = 2**28  # what the memory rate is measured with: far more than any cache holds
+# What the memory rate is measured with: far more than any cache holds, and on a GPU enough to outlast the launch.
+_READ_BYTES = {"cpu": 2**28, "cuda": 2**31}
 
 
 def bench_decode(device: str, dtype: str, progress: Progress) -> Iterator[Row]:
@@ -45,45 +51,72 @@ def decode_rows(
     steps: int = 8,
     rounds: int = 9,
 ) -> Iterator[Row]:
-    """The whole step, and its weight matrices alone, which bound it. `peer` is `peers.transformers_decode`, or None."""
+    """The whole step, launched kernel by kernel and on CUDA as a graph; its matrices and its attention, each alone.
+
+    `peer` is `peers.transformers_decode`, or None.
+    """
     prompts = [tokens[97 * i : 97 * i + cached] for i in range(batch)]
     with Rig(model, block_size=16, max_tokens=cached + steps, tables=batch) as rig:
         tables = [rig.table(cached + steps) for _ in prompts]
         for prompt, table in zip(prompts, tables, strict=True):
             rig.prefill(prompt, table)
 
-        def ours() -> float:
+        def per_step(decode: Decode) -> float:
             newest = torch.tensor([prompt[-1] for prompt in prompts])
             begin = time.perf_counter()
             for step in range(steps):
-                logits = model.decode(newest, rig.pool, tables, [cached - 1 + step] * batch)
+                logits = decode(newest, rig.pool, tables, [cached - 1 + step] * batch)
                 newest = logits.argmax(-1).cpu()
             return (time.perf_counter() - begin) / steps
 
-        memory = torch.ones(_READ_BYTES // 4, device=model.device)
-        products = weight_products(model, batch, all_rows=True)
-        arms: dict[str, Callable[[], object]] = {"ours": ours, "read": lambda: memory.sum().cpu()}
-        arms["products"] = lambda: products().cpu()
+        memory = torch.ones(_READ_BYTES[model.device.type] // 4, device=model.device)
+        record = rig.streams.recorder()
+        alone = {
+            "products": weight_products(model, batch, all_rows=True),
+            "attention": _attention(model, batch, cached),
+        }
+        arms: dict[str, Callable[[], object]] = {
+            "ours": partial(per_step, model.decode),
+            "read": lambda: memory.sum().cpu(),
+        }
+        for part, run in alone.items():
+            arms[part] = synchronised(run if record is None else record(run), model.device)
+        if record is not None:
+            arms["graph"] = partial(per_step, decode_with(model, record))
         if peer is not None:
             theirs = peer(torch.tensor(prompts, device=model.device))
 
-            def per_step() -> float:
+            def their_step() -> float:
                 begin = time.perf_counter()
                 theirs(steps)
                 return (time.perf_counter() - begin) / steps
 
-            arms["transformers"] = per_step
+            arms["transformers"] = their_step
         seconds = interleave(arms, rounds)
+    seconds["read"] = [s / memory.nbytes for s in seconds["read"]]  # per byte
     weights_bytes = weight_bytes(model)
     kv = batch * kv_bytes(model.arch, cached + steps // 2, model.dtype)
     name = f"decode, batch {batch}, {cached} cached tokens, {model.dtype}"
-    yield _row(name, "ours", seconds, weights_bytes + kv)
-    yield _row(f"{name}: the weight matrices alone", "products", seconds, weights_bytes)
+    for row in (
+        _row(name, "ours", seconds, weights_bytes + kv),
+        *([_row(f"{name}: as a CUDA graph", "graph", seconds, weights_bytes + kv)] if "graph" in seconds else []),
+        _row(f"{name}: the weight matrices alone", "products", seconds, weights_bytes),
+        _row(f"{name}: the attention alone", "attention", seconds, kv),
+    ):
+        yield judged(row, model.device, model.dtype)
+
+
+def _attention(model: Model, batch: int, cached: int) -> Callable[[], torch.Tensor]:
+    """One query's attention for each sequence, in all layers: each reads keys and values of its own, where they lie."""
+    d, dtype = model.decoder, TORCH_DTYPES[model.dtype]
+    query = torch.ones(batch, d.heads, d.head_dim, dtype=dtype, device=model.device)
+    kv = torch.ones(d.layers, 2, batch, cached, d.kv_heads, d.head_dim, dtype=dtype, device=model.device)
+    return torch.inference_mode()(lambda: [attend_whole(query, k, v) for k, v in kv][-1])
 
 
 def _row(name: str, arm: str, seconds: dict[str, list[float]], nbytes: int) -> Row:
     """An arm against reading `nbytes` at the memory's measured rate, and a whole step against transformers too."""
-    ours, floors = median(seconds[arm]), [s * nbytes / _READ_BYTES for s in seconds["read"]]
+    ours, floors = median(seconds[arm]), [s * nbytes for s in seconds["read"]]
     floor = median(floors)
     row = Row(
         name,
@@ -94,7 +127,7 @@ def _row(name: str, arm: str, seconds: dict[str, list[float]], nbytes: int) -> R
         interval=ratio_interval(floors, seconds[arm]),
         goal="reported",
     )
-    if arm != "ours":
+    if arm in ("products", "attention"):
         return row
     goal, met = "≥ 0.7 of the floor", floor >= 0.7 * ours
     if "transformers" not in seconds:

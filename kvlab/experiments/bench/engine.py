@@ -7,6 +7,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from kvlab.units import format_gb_per_s, format_s
 __all__ = ["agent_rows", "bench_engine", "lookup_rows", "overhead_rows"]
 
 _TIER_BYTES = 2**32
+_LINK = "an emulated link"
 
 
 def bench_engine(device: str, dtype: str, progress: Progress) -> Iterator[Row]:
@@ -71,7 +73,7 @@ def agent_rows(
     """
     workload = workload or agent_workload()
     name = f"{workload.agents} agents in turn, {model.arch.name} {model.dtype}"
-    tiers = {"disk": Arm(Reload(), _disks(folder))}
+    tiers, note = {"disk": Arm(Reload(), _disks(folder))}, ""
     try:
         gb_per_s, latency_s = mixing_link(
             workload, model.arch, machine, kv_dtype=model.dtype, block_size=BLOCK, groups=layer_groups(model)
@@ -80,17 +82,18 @@ def agent_rows(
         progress(str(error))
         yield Row(f"{name}, a link with which each way wins a third: none on this machine", math.nan, "×")
     else:
-        title = f"emulated link of {format_gb_per_s(gb_per_s)} and {format_s(latency_s)}"
-        tiers[title] = Arm(Reload(), lambda: LinkTier(HostTier(_TIER_BYTES), gb_per_s, latency_s))
+        note = f"{format_gb_per_s(gb_per_s)} and {format_s(latency_s)}"
+        tiers[_LINK] = Arm(Reload(), lambda: LinkTier(HostTier(_TIER_BYTES), gb_per_s, latency_s))
         link = machine.link("host").behind(gb_per_s, latency_s)
-        machine = machine.with_link(tiers[title].make_tier().name, link)
+        machine = machine.with_link(tiers[_LINK].make_tier().name, link)
     arms = {"never": Arm(Recompute(), tiers["disk"].make_tier)}
     for title, arm in tiers.items():
         arms |= {f"always, {title}": arm, f"calibrated, {title}": Arm(Calibrated(machine), arm.make_tier)}
     measured = measure(model, tokens, workload, arms, rounds, block_size=BLOCK, progress=progress)
     for title in tiers:
         played = (measured[f"calibrated, {title}"], measured[f"always, {title}"], measured["never"])
-        yield from _cell_rows(f"{name}, {title}", *played, mixed=title != "disk")
+        for row in _cell_rows(f"{name}, {title}", *played, mixed=title == _LINK):
+            yield replace(row, note=note if title == _LINK else "")
     outputs = ([resume.output for resumes in played for resume in resumes] for played in measured.values())
     differ = sum(len(set(same)) > 1 for same in zip(*outputs, strict=True))
     yield Row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -19,10 +20,33 @@ from kvlab.fingerprint import Fingerprint
 from kvlab.pool import BlockPool, KVLayout
 from kvlab.records import median
 from kvlab.streams import streams_for
-from kvlab.tiers import DiskTier, HostTier
+from kvlab.tiers import DiskTier, HostTier, bytes_read_from_device
 from kvlab.transfer import Transfer
 
-__all__ = ["bench_disk", "bench_host", "drop_file"]
+__all__ = ["ColdReads", "aligned", "bench_disk", "bench_host", "drop_file", "read_file"]
+
+
+class ColdReads:
+    """Whether all timed reads of `nbytes` came from the device, but for one page in ten."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._least_bytes = 0.9 * nbytes
+        self._proven: list[bool] = []
+
+    def timed(self, work: Callable[[], float]) -> float:
+        """What `work` returns; takes note of what it has made the device read."""
+        before = bytes_read_from_device()
+        seconds = work()
+        after = bytes_read_from_device()
+        self.note(None if before is None or after is None else after - before)
+        return seconds
+
+    def note(self, nbytes: int | None) -> None:
+        """Another process has read once, and counted so many bytes (None: could not count)."""
+        self._proven.append(nbytes is not None and nbytes >= self._least_bytes)
+
+    def __str__(self) -> str:
+        return "cold files" if all(self._proven) else "cold: unproven"
 
 
 def _against_floor(
@@ -122,7 +146,7 @@ def _disk_rows(layout: KVLayout, blocks: int, device: str, folder: Path) -> Iter
     hashes = [i.to_bytes(32, "big") for i in range(blocks)]
     raw = folder / "raw.bin"
     page = np.frombuffer(np.random.default_rng(0).bytes(size_bytes), dtype=np.uint8)
-    target = _aligned(size_bytes)
+    target = aligned(size_bytes)
     with streams_for(pool.device) as streams:
         transfer = Transfer(pool, streams)
         tier = DiskTier(folder / "tier", 4 * size_bytes + 2**26)
@@ -151,27 +175,23 @@ def _disk_rows(layout: KVLayout, blocks: int, device: str, folder: Path) -> Iter
             assert report.valid_blocks == blocks, f"the disk tier lost blocks: {report.failures}"
             return elapsed_s
 
-        def read(flags: int) -> float:
+        def read(*, direct: bool) -> float:
             drop_file(raw)
             begin = time.perf_counter()
-            handle = os.open(raw, os.O_RDONLY | flags)
-            try:
-                _read_all(handle, target)
-            finally:
-                os.close(handle)
+            read_file(raw, target, direct=direct)
             return time.perf_counter() - begin
 
         label = f"{size_bytes / 2**20:.1f} MiB"
         stored = interleave({"ours": offload, "floor": write}, 9)
         yield _against_floor(f"disk offload, {label}", stored, size_bytes, 0.8)
-        arms: dict[str, Callable[[], object]] = {"ours": reload, "readinto": lambda: read(0)}
+        arms: dict[str, Callable[[], object]] = {"ours": reload, "readinto": lambda: read(direct=False)}
         if hasattr(os, "O_DIRECT"):
-            arms["O_DIRECT"] = lambda: read(os.O_DIRECT)
+            arms["O_DIRECT"] = lambda: read(direct=True)
         loaded = interleave(arms, 11)
         yield _against_floor(f"disk reload, cold, {label}", loaded, size_bytes, 0.95, [n for n in arms if n != "ours"])
 
 
-def _aligned(size_bytes: int) -> memoryview:
+def aligned(size_bytes: int) -> memoryview:
     """A buffer at a 4 KiB boundary (O_DIRECT asks for it), rounded up, with its pages mapped."""
     room = -(-size_bytes // 4096) * 4096
     backing = np.ones(room + 4096, dtype=np.uint8)
@@ -179,10 +199,22 @@ def _aligned(size_bytes: int) -> memoryview:
     return backing[offset : offset + room].data
 
 
-def _read_all(handle: int, target: memoryview) -> None:
-    at = 0
-    while count := os.readv(handle, [target[at:]]):
-        at += count
+def read_file(path: Path, target: memoryview, *, direct: bool) -> None:
+    """Read a whole file into `target`, which has room for it; `direct`: past the page cache, where that can be."""
+    handle, at = _opened(path, direct), 0
+    try:
+        size = os.fstat(handle).st_size
+        while at < size and (count := os.readv(handle, [target[at:]])):
+            at += count
+    finally:
+        os.close(handle)
+
+
+def _opened(path: Path, direct: bool) -> int:
+    if direct:
+        with contextlib.suppress(OSError):  # not every file system has it
+            return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    return os.open(path, os.O_RDONLY)
 
 
 def drop_file(path: Path) -> None:

@@ -1,30 +1,39 @@
-"""Loading while computing, against the longer of the two alone: a layer-wise reload, and a split."""
+"""Loading while computing: a layer-wise reload and a split against their bounds; what of a disk reload is hidden."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from kvlab.engine import Engine
-from kvlab.experiments.bench.rows import Progress, Row, interleave, ratio_interval
+from kvlab.experiments.bench.memory import ColdReads, aligned, read_file
+from kvlab.experiments.bench.rows import Progress, Row, interleave, judged, ratio_interval
+from kvlab.experiments.calibrate import TierFactory
 from kvlab.experiments.rig import Rig
 from kvlab.fingerprint import block_hashes
 from kvlab.machine import Machine
 from kvlab.model import Model
 from kvlab.policy import Calibrated, Policy, Reload
+from kvlab.records import bootstrap_interval
 from kvlab.request import Request
-from kvlab.tiers import HostTier, LinkTier
+from kvlab.tiers import DiskTier, HostTier, LinkTier
 from kvlab.units import format_gb_per_s
 from kvlab.verdict import Choice, decide
 
-__all__ = ["BLOCK", "layer_groups", "overlap_rows"]
+__all__ = ["BLOCK", "hidden_row", "hidden_rows", "layer_groups", "overlap_rows"]
 
 BLOCK = 16
+_TIER_BYTES = 2**32
 
 
 def layer_groups(model: Model) -> int:
@@ -40,16 +49,17 @@ def overlap_rows(
     suffix = prefix // 4
     progress("layer-wise reload against its bound")
     gb_per_s = _link_that_takes(machine.prefill_s(model.arch, prefix, prefix + suffix), model, machine, prefix)
-    with _Overlap(model, tokens, Reload(), gb_per_s, prefix, suffix) as overlap:
+    with _Overlap(model, tokens, Reload(), partial(_tier, gb_per_s), prefix, suffix) as overlap:
         yield _bound_row(
-            f"layer-wise reload, {name}, {prefix} + {suffix} tokens, emulated {format_gb_per_s(gb_per_s)}",
+            f"layer-wise reload, {name}, {prefix} + {suffix} tokens, an emulated link",
             "max(load, compute the rest), each alone",
-            interleave({"ours": partial(overlap.resume, "reload"), **overlap.parts(0)}, rounds),
+            interleave({"ours": partial(overlap.resume, "reload", suffix), **overlap.parts(0, suffix)}, rounds),
+            format_gb_per_s(gb_per_s),
         )
     suffix = BLOCK
     progress("split against its bound")
     gb_per_s = _link_that_takes(machine.prefill_s(model.arch, 0, prefix), model, machine, prefix)
-    title = f"split, {name}, {prefix} + {suffix} tokens, emulated {format_gb_per_s(gb_per_s)}"
+    title = f"split, {name}, {prefix} + {suffix} tokens, an emulated link"
     tier = _tier(gb_per_s)
     machine = machine.with_link(tier.name, machine.link("host").behind(gb_per_s))
     split = decide(
@@ -63,43 +73,80 @@ def overlap_rows(
         overlap_groups=layer_groups(model),
     ).split
     if split is None:
-        yield Row(f"{title}: none is predicted to beat both whole ways", math.nan, "ms")
+        yield Row(title, math.nan, "ms", note="none is predicted to beat both whole ways")
         return
-    with _Overlap(model, tokens, Calibrated(machine), gb_per_s, prefix, suffix) as overlap:
+    with _Overlap(model, tokens, Calibrated(machine), partial(_tier, gb_per_s), prefix, suffix) as overlap:
+        parts = overlap.parts(split.recompute_tokens, suffix)
         yield _bound_row(
-            f"{title}, {split.recompute_tokens} of them computed",
+            title,
             "max(load the tail, compute the head) + compute the rest, each alone",
-            interleave({"ours": partial(overlap.resume, "split"), **overlap.parts(split.recompute_tokens)}, rounds),
+            interleave({"ours": partial(overlap.resume, "split", suffix), **parts}, rounds),
+            f"{format_gb_per_s(gb_per_s)}, {split.recompute_tokens} tokens computed",
         )
 
 
+def hidden_rows(
+    model: Model,
+    tokens: Sequence[int],
+    folder: Path,
+    progress: Progress,
+    *,
+    prefix: int = 2048,
+    suffixes: Sequence[int] = (16, 32, 64),
+    rounds: int = 15,
+) -> Iterator[Row]:
+    """A prefix that comes from cold files under `folder`, each time behind the computing of a short suffix.
+
+    The note says what plain reads of the same files hide, on which nobody waits and which nobody checks: computing is
+    slower while a disk is read, and that no engine can hide.
+    """
+    folders = (folder / f"tier-{number}" for number in itertools.count())
+    with _Overlap(
+        model, tokens, Reload(), lambda: DiskTier(next(folders), _TIER_BYTES), prefix, max(suffixes)
+    ) as overlap:
+        for suffix in suffixes:
+            progress(f"disk reload of {prefix} tokens behind a suffix of {suffix}")
+            overlap.cold = ColdReads(prefix // BLOCK * model.layout(BLOCK).block_bytes)
+            arms: dict[str, Callable[[], object]] = {
+                "ours": partial(overlap.resume, "reload", suffix),
+                **overlap.parts(0, suffix),
+                "plain": partial(overlap.beside_plain_reads, suffix),
+            }
+            seconds = interleave(arms, rounds)
+            name = f"disk reload of {prefix} tokens hidden behind a suffix of {suffix}, {model.arch.name} {model.dtype}"
+            yield judged(hidden_row(name, str(overlap.cold), seconds), model.device, model.dtype)
+
+
 def _tier(gb_per_s: float) -> LinkTier:
-    return LinkTier(HostTier(2**32), gb_per_s)
+    return LinkTier(HostTier(_TIER_BYTES), gb_per_s)
 
 
 def _link_that_takes(seconds: float, model: Model, machine: Machine, prefix: int) -> float:
     """GB/s that carry the prefix in `seconds`, the software of a transfer included."""
     size_bytes = prefix // BLOCK * model.layout(BLOCK).block_bytes
-    overhead_s = machine.link("host").overhead_s(size_bytes, prefix // BLOCK, size_bytes)
+    overhead_s = machine.link("host").overhead_s(size_bytes, prefix // BLOCK, len(model.arch.layers))
     return float(f"{size_bytes / max(seconds - overhead_s, 0.1 * seconds) / 1e9:.3g}")
 
 
 class _Overlap:
-    """A prefix behind an emulated link twice: for an engine that resumes it, and for a rig that times parts alone."""
+    """A prefix in two tiers: one of an engine that resumes it, and one of a rig that times the parts alone.
+
+    `most`: tokens of the longest suffix. Files are made cold before they are read; `cold` says whether they were.
+    """
 
     def __init__(
-        self, model: Model, tokens: Sequence[int], policy: Policy, gb_per_s: float, prefix: int, suffix: int
+        self, model: Model, tokens: Sequence[int], policy: Policy, make_tier: TierFactory, prefix: int, most: int
     ) -> None:
-        self.tokens, self.prefix, self.suffix = tokens, prefix, suffix
-        blocks = 2 * (prefix + suffix) // BLOCK + 2
-        self.engine = Engine(model, blocks, BLOCK, [_tier(gb_per_s)], policy)
-        self.rig = Rig(model, block_size=BLOCK, max_tokens=prefix + suffix, tables=2, groups=layer_groups(model))
+        self.tokens, self.prefix, self.cold = tokens, prefix, ColdReads(0)
+        self.engines_tier = make_tier()
+        self.engine = Engine(model, 2 * (prefix + most) // BLOCK + 2, BLOCK, [self.engines_tier], policy)
+        self.rig = Rig(model, block_size=BLOCK, max_tokens=prefix + most, tables=2, groups=layer_groups(model))
         self._away(self.engine.submit(tokens[:prefix], 1))
-        self.tier, self.home = self.rig.open(_tier(gb_per_s)), self.rig.table(prefix + suffix)
+        self.tier, self.home = self.rig.open(make_tier()), self.rig.table(prefix + most)
         self.rig.prefill(tokens[:prefix], self.home)
         self.rig.offload(self.tier, tokens[:prefix], self.home)
         # Every resume brings tokens of its own, so that none finds the suffix of one before.
-        self._fresh = itertools.count(prefix, suffix)
+        self._fresh = itertools.count(prefix, most)
 
     def __enter__(self) -> _Overlap:
         return self
@@ -117,10 +164,16 @@ class _Overlap:
         self.engine.evict(len(self.engine.scheduler.index))
         self.engine.executor.drain()
 
-    def resume(self, choice: Choice) -> float:
+    def resume(self, choice: Choice, suffix: int) -> float:
         """The engine's time to first token with the prefix in the tier; it must have made this choice."""
         start = next(self._fresh)
-        request = self.engine.submit([*self.tokens[: self.prefix], *self.tokens[start : start + self.suffix]], 1)
+        own = self.tokens[start : start + suffix]
+        assert len(own) == suffix, "the text is too short for another suffix of its own"
+        self.engines_tier.drop_pages()
+        return self.cold.timed(lambda: self._resume(choice, [*self.tokens[: self.prefix], *own]))
+
+    def _resume(self, choice: Choice, prompt: Sequence[int]) -> float:
+        request = self.engine.submit(prompt, 1)
         self._away(request)
         decision, ttft_s = request.decision, request.timing.ttft_s
         assert decision is not None, "nothing was found in the tier"
@@ -128,7 +181,7 @@ class _Overlap:
         assert ttft_s is not None, "a turn has ended without a token"
         return ttft_s
 
-    def parts(self, head: int) -> dict[str, Callable[[], float]]:
+    def parts(self, head: int, suffix: int) -> dict[str, Callable[[], float]]:
         """Alone: loading the prefix from token `head` on, computing what comes behind it, and computing the head."""
         rig, tokens, prefix = self.rig, self.tokens, self.prefix
         hashes = block_hashes(rig.fingerprint, tokens[:prefix], BLOCK)[head // BLOCK :]
@@ -140,14 +193,36 @@ class _Overlap:
             assert report.valid_blocks == len(hashes), f"the tier lost blocks: {report.failures}"
             return report.wall_s
 
-        parts = {
-            "load": load,
-            "rest": lambda: rig.prefill(tokens[prefix : prefix + self.suffix], self.home, prefix).ttft_s,
-        }
+        def cold_load() -> float:
+            self.tier.drop_pages()
+            return self.cold.timed(load)
+
+        parts: dict[str, Callable[[], float]] = {"load": cold_load, "rest": partial(self._rest, suffix)}
         return parts | {"head": lambda: rig.recompute(tokens[:head]).ttft_s} if head else parts
 
+    def _rest(self, suffix: int) -> float:
+        """Computing the suffix behind the prefix, which is in the pool."""
+        return self.rig.prefill(self.tokens[self.prefix : self.prefix + suffix], self.home, self.prefix).ttft_s
 
-def _bound_row(name: str, bound: str, seconds: Mapping[str, Sequence[float]]) -> Row:
+    def beside_plain_reads(self, suffix: int) -> float:
+        """The same while a thread reads the files of the rig's tier, until both are over."""
+        assert isinstance(self.tier, DiskTier), "only files can be read"
+        self.tier.drop_pages()
+        files = [(path, aligned(path.stat().st_size)) for path in self.tier.folder.iterdir() if path.is_file()]
+
+        def read() -> None:
+            for path, target in files:
+                read_file(path, target, direct=hasattr(os, "O_DIRECT"))
+
+        thread = threading.Thread(target=read)
+        begin = time.perf_counter()
+        thread.start()
+        self._rest(suffix)
+        thread.join()
+        return time.perf_counter() - begin
+
+
+def _bound_row(name: str, bound: str, seconds: Mapping[str, Sequence[float]], note: str) -> Row:
     """`bound` says in words what is computed here from the parts, round by round."""
     ours, load, rest = (np.asarray(seconds[arm]) for arm in ("ours", "load", "rest"))
     head = np.asarray(seconds["head"]) if "head" in seconds else None
@@ -164,4 +239,37 @@ def _bound_row(name: str, bound: str, seconds: Mapping[str, Sequence[float]]) ->
         of_peer={"one after the other": serial_s / ours_s},
         interval=ratio_interval(least.tolist(), ours.tolist()),
         goal="reported",
+        note=note,
+    )
+
+
+def hidden_row(name: str, cold: str, seconds: Mapping[str, Sequence[float]]) -> Row:
+    """The share of a load's own time that the time to first token does not show: (load + rest - ours) ÷ load.
+
+    The floor is the most that could be hidden: all of the load, or as much of it as the rest takes to compute.
+    """
+    arms = {arm: np.asarray(samples) for arm, samples in seconds.items()}
+
+    def shares(rounds: Any) -> tuple[float, float, float]:
+        ours, load, rest, plain = (float(np.median(arms[arm][rounds])) for arm in ("ours", "load", "rest", "plain"))
+        return (load + rest - ours) / load, min(load, rest) / load, (load + rest - plain) / load
+
+    def of_most(rounds: Any) -> float:
+        hidden, most, _ = shares(rounds)
+        return hidden / most
+
+    every = np.arange(len(arms["ours"]))
+    hidden, most, plain = shares(every)
+    shown = {"ours": "together, ms", "load": "load alone, ms", "rest": "suffix alone, ms", "plain": "plain reads, ms"}
+    return Row(
+        name,
+        100 * hidden,
+        "%",
+        floor=100 * most,
+        of_floor=of_most(every),
+        peers={what: float(np.median(arms[arm])) * 1e3 for arm, what in shown.items()},
+        interval=bootstrap_interval(of_most, len(every)),
+        goal="≥ 75 %",
+        met=hidden >= 0.75,
+        note=f"{cold}; plain reads hide {100 * plain:.0f} %",
     )

@@ -6,14 +6,16 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
+from kvlab.loading import resolve_dtype
 from kvlab.records import bootstrap_interval
 
-__all__ = ["Progress", "Row", "interleave", "median_interval", "ratio_interval", "ratios"]
+__all__ = ["Progress", "Row", "interleave", "judged", "median_interval", "ratio_interval", "ratios"]
 
 Progress = Callable[[str], None]
 
@@ -23,6 +25,7 @@ class Row:
     """One line of the bench. `of_floor`, `of_peer` above 1: we are faster. `met` None: could not be measured here.
 
     `interval` is the 95 % interval of the row's first ratio (`ratios`), or of `ours` in a row that has none.
+    `note`: what belongs to the name but is another in every run; records are compared by name.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Row:
     goal: str = ""
     met: bool | None = None
     group: str = ""
+    note: str = ""
 
     def plain(self) -> dict[str, Any]:
         """The row as JSON has it; NaN and infinity become null."""
@@ -54,6 +58,19 @@ def ratios(row: Mapping[str, Any]) -> dict[str, float]:
     """The ratios of a plain row by what they compare with: "floor" first, then the peers."""
     found = {"floor": row["of_floor"], **row["of_peer"]}
     return {name: ratio for name, ratio in found.items() if ratio is not None}
+
+
+def judged(row: Row, device: str | torch.device, dtype: str) -> Row:
+    """The row of a model in `dtype`, under a goal that was set for CPUs; on another device it is only reported.
+
+    A goal for bf16 is for cores with bf16 instructions: where fp32 is faster, the row says that these are emulated.
+    """
+    device = torch.device(device)
+    if device.type != "cpu":
+        return replace(row, goal="reported", met=None)
+    if dtype == "bf16" and resolve_dtype("auto", device) != "bf16":
+        return replace(row, goal=f"{row.goal} (bf16 emulated)")
+    return row
 
 
 def interleave(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

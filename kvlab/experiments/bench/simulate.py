@@ -79,11 +79,12 @@ def _engine_row(device: str, dtype: str, progress: Progress) -> Row:
     load = report(simulated, 0.0).accelerator_busy
     ratio = (sum(simulated.ttfts_s) / len(simulated.ttfts_s)) / (sum(measured) / len(measured))
     return Row(
-        f"mean TTFT of agents on a {load:.0%} busy engine (SmolLM2), simulated ÷ measured",
+        "mean TTFT of agents on the engine (SmolLM2), simulated ÷ measured",
         ratio,
         "",
         goal="within 10 % of 1",
         met=abs(ratio - 1) <= 0.1,
+        note=f"{load:.0%} busy",
     )
 
 
@@ -108,7 +109,7 @@ def _cell_row(cell: Cell) -> Row:
     ours, best = cell.reports["calibrated"], cell.best_fixed
     ratio = cell.against_best("calibrated")
     return Row(
-        f"{_name(cell)}: {cell.why()}",
+        _name(cell),
         ours.ttft_mean_s,
         "s mean TTFT, simulated",
         peers={
@@ -119,6 +120,7 @@ def _cell_row(cell: Cell) -> Row:
         of_peer={} if ratio is None or best is None else {best: 1 / ratio},
         goal="best fixed policy within 2 %",
         met=_met(ratio),
+        note=cell.why(),
     )
 
 
@@ -126,12 +128,13 @@ def _worst_row(cells: Sequence[Cell]) -> Row:
     compared = {cell: ratio for cell in cells if (ratio := cell.against_best("calibrated")) is not None}
     worst, best = max(compared, key=compared.__getitem__), min(compared, key=compared.__getitem__)
     return Row(
-        f"calibrated against the best fixed policy, worst of {len(compared)} stable cells ({_name(worst)}); it wins"
-        f" most ({1 - compared[best]:.1%} less than {best.best_fixed}) in {_name(best)}: {best.why()}",
+        "calibrated against the best fixed policy, in the cell where it does worst",
         compared[worst],
         "of its mean TTFT",
         goal="≤ 1.02",
         met=_met(compared[worst]),
+        note=f"of {len(compared)} stable cells {_name(worst)}; it wins most ({1 - compared[best]:.1%} less than"
+        f" {best.best_fixed}) in {_name(best)}",
     )
 
 
@@ -141,10 +144,11 @@ def _loss_row(cells: Sequence[Cell], name: str) -> Row:
     worst = max(compared, key=compared.__getitem__)
     lost = sum(ratio > 1.02 for ratio in compared.values())
     return Row(
-        f"{name}: unstable in {len(cells) - len(compared)} of {len(cells)} cells, more than 2 % behind the best policy"
-        f" in {lost}, most in {_name(worst)}",
+        f"{name} against the best policy, in the cell where it does worst",
         compared[worst],
         "of the best mean TTFT",
+        note=f"{_name(worst)}; unstable in {len(cells) - len(compared)} of {len(cells)} cells, more than 2 % behind in"
+        f" {lost}",
     )
 
 

@@ -38,7 +38,8 @@ def _met(row: Mapping[str, Any]) -> str:
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A plain row under `COLUMNS`. The interval is that of the first ratio; without one, that of `ours`."""
-    return (row["name"], _ours(row), _ratio(row), row["goal"], _met(row))
+    what = f"{row['name']}: {row['note']}" if row.get("note") else row["name"]
+    return (what, _ours(row), _ratio(row), row["goal"], _met(row))
 
 
 def line(row: Mapping[str, Any]) -> str:

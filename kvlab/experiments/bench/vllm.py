@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import numpy as np
 import torch
 
 from kvlab.engine import Engine
-from kvlab.experiments.bench.memory import drop_file
+from kvlab.experiments.bench.memory import ColdReads, drop_file
 from kvlab.experiments.bench.model import model_and_text
-from kvlab.experiments.bench.rows import Progress, Row
+from kvlab.experiments.bench.rows import Progress, Row, judged
 from kvlab.experiments.bench.vllm_peer import __file__ as PEER_FILE
 from kvlab.experiments.bench.vllm_peer import matrix_products
 from kvlab.experiments.peers import vllm_python, write_smollm2
@@ -31,7 +32,6 @@ from kvlab.pool import TORCH_DTYPES
 from kvlab.records import bootstrap_interval, median
 from kvlab.request import Request
 from kvlab.tiers import DiskTier
-from kvlab.tiers.file_io import bytes_read_from_device
 
 __all__ = ["bench_vllm"]
 
@@ -67,11 +67,11 @@ def bench_vllm(device: str, dtype: str, progress: Progress) -> Iterator[Row]:
         with _peer(python, model, folder / "model", None) as peer:
             for length in _LENGTHS:
                 progress(f"prefill beside vLLM, {length} tokens")
-                yield _prefill_row(model, tokens[:length], peer)
+                yield judged(_prefill_row(model, tokens[:length], peer), device, model.dtype)
         progress("starting vLLM with its disk connector")
         with _peer(python, model, folder / "model", folder / "stored") as peer:
             progress(f"resume from disk beside vLLM, {_RESUMED} tokens")
-            yield _resume_row(model, tokens[:_RESUMED], peer, folder)
+            yield judged(_resume_row(model, tokens[:_RESUMED], peer, folder), device, model.dtype)
 
 
 # The other process ---------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class _Peer:
         assert isinstance(found, dict), f"expected an object, got {answer!r}"
         return found
 
-    def rounds(self, ours: Callable[[], float], theirs: Sequence[int], count: int) -> dict[str, list[float]]:
+    def rounds(self, ours: Callable[[], float], theirs: Callable[[], float], count: int) -> dict[str, list[float]]:
         """Seconds of both ways and of the products just before each, whole rounds, the order turning."""
         seconds: dict[str, list[float]] = {"ours": [], "vllm": [], "our products": [], "their products": []}
 
@@ -110,7 +110,7 @@ class _Peer:
 
         def they() -> None:
             seconds["their products"].append(self.ask("gemm")["seconds"])
-            seconds["vllm"].append(self.ask(list(theirs))["seconds"])
+            seconds["vllm"].append(theirs())
 
         for number in range(count + 1):
             for arm in (we, they) if number % 2 else (they, we):
@@ -195,15 +195,15 @@ def _prefill_row(model: Model, ids: Sequence[int], peer: _Peer) -> Row:
     """Both engines compute the whole prompt in one pass and give one token; neither keeps a prefix."""
     count = 9 if len(ids) <= 1024 else 7
     with Engine(model, len(ids) // _BLOCK + 2, _BLOCK, policy=Recompute(), token_budget=len(ids)) as engine:
-        seconds = peer.rounds(lambda: _ttft_s(engine, ids), ids, count)
+        seconds = peer.rounds(lambda: _ttft_s(engine, ids), lambda: float(peer.ask(list(ids))["seconds"]), count)
     goal = 0.9 if len(ids) <= 512 else 1.0
     return _row(f"time to first token beside vLLM, {len(ids)} tokens, {model.dtype}", seconds, goal)
 
 
 def _resume_row(model: Model, ids: Sequence[int], peer: _Peer, folder: Path) -> Row:
-    """The prompt has been computed and stored by both; its pages are dropped before every reload."""
+    """The prompt has been computed and stored by both; all pages are dropped before every reload of either."""
     stored = folder / "stored"
-    read: list[bool] = []
+    reads = ColdReads(len(ids) // _BLOCK * model.layout(_BLOCK).block_bytes)
     tier = DiskTier(folder / "tier", 2**31)
     with Engine(model, 2 * (len(ids) // _BLOCK + 2), _BLOCK, [tier], Reload(), token_budget=len(ids)) as engine:
         request = engine.submit(ids, 1)
@@ -211,24 +211,26 @@ def _resume_row(model: Model, ids: Sequence[int], peer: _Peer, folder: Path) -> 
         engine.offload(request)
         _leave_nothing(engine, request)
         peer.ask(list(ids))
-        cached = len(ids) // _BLOCK * model.layout(_BLOCK).block_bytes
 
-        def ours() -> float:
+        def drop_pages() -> None:
             for file in stored.rglob("*.safetensors"):
                 drop_file(file)
             tier.drop_pages()
-            before = bytes_read_from_device()
-            took_s = _ttft_s(engine, ids)
-            after = bytes_read_from_device()
-            read.append(before is not None and after is not None and after - before >= 0.9 * cached)
-            return took_s
 
-        seconds = peer.rounds(ours, ids, 9)
+        def ours() -> float:
+            drop_pages()
+            return reads.timed(lambda: _ttft_s(engine, ids))
+
+        def theirs() -> float:
+            drop_pages()
+            answer = peer.ask(list(ids))
+            reads.note(answer["read_bytes"])
+            return float(answer["seconds"])
+
+        seconds = peer.rounds(ours, theirs, 9)
         assert engine.decisions[-1].choice == "reload", f"the engine chose {engine.decisions[-1].reason}"
-    cold = "cold files" if all(read) else "cold: unproven"
-    return _row(
-        f"resume from disk beside vLLM's example connector, {len(ids)} tokens, {model.dtype}, {cold}", seconds, 3
-    )
+    name = f"resume from disk beside vLLM's example connector, {len(ids)} tokens, {model.dtype}"
+    return replace(_row(name, seconds, 3), note=str(reads))
 
 
 def _ttft_s(engine: Engine, ids: Sequence[int]) -> float:
