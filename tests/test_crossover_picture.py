@@ -1,5 +1,9 @@
 """The picture of a crossover record: nothing is cut off, and no legend lies over a curve."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvlab.lab.draw import crossover_figure
@@ -57,3 +61,13 @@ def test_times_are_written_as_plain_numbers(figure):
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert "0.2" in labels
     assert not any("10^" in label for label in labels)
+
+
+def test_a_picture_loads_what_it_needs_itself_and_not_torch():
+    """`kvlab plan --plot` would wait two seconds for it."""
+    code = (
+        "import sys; from kvlab.lab.draw import crossover_figure, plan_figure, probe_figure, save, simulate_figure;"
+        "assert 'torch' not in sys.modules;"
+        "from kvlab.lab import draw; assert all(hasattr(draw, name) for name in draw.__all__)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parent.parent)

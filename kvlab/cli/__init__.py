@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+
 import typer
 
 from kvlab.cli import bench, cache, chat, crossover, doctor, grade, lab, model, plan, probe, simulate
@@ -33,4 +36,5 @@ app.add_typer(model.app, name="model")
 
 def main() -> None:
     """Entry point of the `kvlab` script."""
+    atexit.register(gc.freeze)  # what is left at the end goes anyway: looking for garbage in it first takes 0.3 s
     app()

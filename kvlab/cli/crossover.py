@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 import uuid
@@ -70,9 +71,10 @@ def crossover(
     seed: Annotated[int, typer.Option(help="Seed of the built-in weights and of the bootstrap.")] = 0,
 ) -> None:
     """Find the prefix length where reloading a KV cache becomes faster than recomputing it, on this machine."""
-    from kvlab.experiments import crossover as experiment
-    from kvlab.machine import Machine
-    from kvlab.records import write_json
+    with _imports():
+        from kvlab.experiments import crossover as experiment
+        from kvlab.machine import Machine
+        from kvlab.records import write_json
 
     suffix_tokens, size = positive_count("--suffix", suffix), positive_count("--block-size", block_size)
     if repeats < 1:
@@ -178,8 +180,9 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Seed of the built-in weights.")] = 0,
 ) -> None:
     """Measure this machine: prefill rates and every tier's link, saved as a Machine JSON."""
-    from kvlab.experiments.calibrate import calibrate as run_calibration
-    from kvlab.records import write_json
+    with _imports():
+        from kvlab.experiments.calibrate import calibrate as run_calibration
+        from kvlab.records import write_json
 
     size = positive_count("--block-size", block_size)
     names = [name for name in _tier_names(tier, None) if name != "auto-link"]
@@ -195,6 +198,17 @@ def calibrate(
     else:
         report.show_machine(measured)
         out.print(f"wrote {out_file}", markup=False)
+
+
+@contextmanager
+def _imports() -> Iterator[None]:
+    """Import without looking for garbage, then or later, in what is imported: all of it stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 # Options into things ------------------------------------------------------------------------------------------------
