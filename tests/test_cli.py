@@ -153,17 +153,19 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(case, tmp_path, monkeypatch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_cuda_without_cuda_is_refused():
-    result = kvlab("crossover", "--model", "tiny", "--device", "cuda")
-    assert result.returncode == 2
+    result = CliRunner().invoke(app, ["crossover", "--model", "tiny", "--device", "cuda"])
+    assert result.exit_code == 2
     assert "CUDA" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_disk_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_disk_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder", encoding="utf-8")
-    result = kvlab("crossover", "--model", "tiny", "--tier", "disk", "--directory", blocked, cwd=tmp_path)
-    assert result.returncode == 2, result.stderr
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", "tiny", "--tier", "disk", "--directory", str(blocked)]
+    result = CliRunner().invoke(app, ["crossover", *options])
+    assert result.exit_code == 2, result.output
     assert "Traceback" not in result.stderr
     assert str(blocked) in result.stderr
 
@@ -183,9 +185,10 @@ def test_a_pool_that_does_not_fit_says_bytes_needed_and_free(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_ctrl_c_leaves_no_record_and_exits_130(tmp_path):
+def test_ctrl_c_leaves_no_record_and_exits_130(quick, tmp_path):
+    options = ["--model", "tiny", "--repeats", "100000", "--budget", "10min", "--lengths", "64"]
     process = subprocess.Popen(
-        [*RUN, "crossover", "--model", "tiny", "--repeats", "100000", "--budget", "10min", "--lengths", "64"],
+        [*RUN, "crossover", *options, "--machine", quick[1] / "machine.json"],  # what comes before the rounds is known
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
     )  # fmt: skip
@@ -211,7 +214,7 @@ def test_doctor_says_what_the_machine_has_and_what_it_means():
     assert result.returncode == 0, result.stderr
     for word in ("torch", "cores", "cold reads", "SmolLM2", "matplotlib", "jupyterlab"):
         assert word in result.stdout
-    facts = json.loads(kvlab("doctor", "--json").stdout)
+    facts = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     assert facts["facts"]["cores"] >= 1
     assert facts["findings"]
 
@@ -230,8 +233,8 @@ def test_an_unknown_model_to_get_lists_the_known_ones():
 
 
 def test_an_unknown_bench_group_lists_the_known_ones():
-    result = kvlab("bench", "teleport")
-    assert result.returncode == 2
+    result = CliRunner().invoke(app, ["bench", "teleport"])
+    assert result.exit_code == 2
     assert "prefill" in result.stderr
 
 
@@ -270,7 +273,7 @@ def test_no_default_link_is_added_where_no_link_can_tie():
 
 
 def test_bench_refuses_a_folder_to_write_to_before_it_measures(tmp_path):
-    result = kvlab("bench", "start", "--out", str(tmp_path))
-    assert result.returncode == 2
+    result = CliRunner().invoke(app, ["bench", "start", "--out", str(tmp_path)])
+    assert result.exit_code == 2
     assert "is a folder" in result.stderr
     assert result.stdout == ""

@@ -62,14 +62,24 @@ def prompts(text_ids):
 
 
 @pytest.fixture(scope="session")
-def expected(hf_folder, prompts):
+def plain(hf_folder, prompts, tmp_path_factory):
+    """vLLM without a connector at these prompts, in a process of its own, while the tests' engine starts."""
+    folder = tmp_path_factory.mktemp("plain")
+    order, replies, log = (folder / name for name in ("order.json", "replies.txt", "log.txt"))
+    order.write_text(json.dumps({"model": str(hf_folder), "prompts": list(prompts.values())}), encoding="utf-8")
+    with order.open("rb") as asked, replies.open("wb") as out, log.open("wb") as errors:
+        run = subprocess.Popen([sys.executable, str(HERE / "plain.py")], stdin=asked, stdout=out, stderr=errors)
+    yield run, replies, log
+    run.kill()
+    run.wait()
+
+
+@pytest.fixture(scope="session")
+def expected(plain, prompts):
     """Tokens that vLLM gives without a connector; every prompt's choice is clear (a margin far above fp32 noise)."""
-    order = json.dumps({"model": str(hf_folder), "prompts": list(prompts.values())})
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "plain.py")], input=order, capture_output=True, text=True, encoding="utf-8"
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    replies = json.loads(ran.stdout.splitlines()[-1])
-    for name, (_, margin, _) in zip(prompts, replies, strict=True):
+    run, replies, log = plain
+    assert run.wait() == 0, log.read_text(encoding="utf-8", errors="replace")[-2000:]
+    answers = json.loads(replies.read_text(encoding="utf-8").splitlines()[-1])
+    for name, (_, margin, _) in zip(prompts, answers, strict=True):
         assert margin > 0.02, f"{name}: the best two tokens are {margin} apart; take another piece of the text"
-    return {name: tokens for name, (tokens, _, _) in zip(prompts, replies, strict=True)}
+    return {name: tokens for name, (tokens, _, _) in zip(prompts, answers, strict=True)}

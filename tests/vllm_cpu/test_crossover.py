@@ -16,7 +16,7 @@ from kvlab.bridges.learning import CALIBRATING
 
 
 @pytest.fixture(scope="module")
-def server(hf_folder, tmp_path_factory):
+def server(plain, hf_folder, tmp_path_factory):  # `plain`, so that the two engines start at once
     return Server(hf_folder, tmp_path_factory.mktemp("outside") / "store")
 
 
