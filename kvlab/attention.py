@@ -16,9 +16,11 @@ __all__ = ["Padding", "attend", "attend_each", "attend_whole", "attend_within", 
 # Queries per masked call. Each call stops at the last key that its queries see, so small blocks skip more of the
 # triangle above the diagonal. A GPU wants fewer and larger calls.
 _QUERY_BLOCK = {"cpu": 64, "cuda": 512}
-# Whole prompts that go through in blocks; shorter and longer ones are one causal call. Blocks of 64 took 0.65 to 0.75
-# of its time at 512 tokens and 0.9 at 1,024, but 1.3 at 128 and 1.1 at 4,096 (two AVX2 cores, fp32).
-_BLOCKED_PROMPTS = {"cpu": range(257, 2048), "cuda": range(0)}
+# Whole prompts that go through in blocks, by rows for each query head of a KV head; shorter and longer ones are one
+# causal call. On two AVX2 cores in fp32 blocks took 0.65 to 0.97 of its time at 384 and 512 rows, with one head 1.1 to
+# 1.3 from 768 up, with three 0.8 at 1,024 and 1.0 at 2,032, with four 1.0 at 1,024 and 1.1 at 2,032; and 1.3 at 128.
+_BLOCKED_PROMPTS = {"cpu": range(257, 640), "cuda": range(0)}
+_LONGEST_BLOCKED = 2047
 
 
 def causal_mask(rows: int, keys: int, group: int, like: Tensor) -> Tensor:
@@ -41,11 +43,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     rows, keys = len(q), len(k)
     if rows == 1:
         return _folded(q, k, v, None)
-    if rows == keys and rows not in _BLOCKED_PROMPTS[q.device.type]:
+    group, block = q.shape[1] // k.shape[1], _QUERY_BLOCK[q.device.type]
+    if rows == keys and not _goes_in_blocks(rows, group, q.device.type):
         return _causal(q, k, v)
     assert mask is not None, "several rows need their causal mask"
     out = q.new_empty(rows, q.shape[1] * q.shape[2])
-    group, block = q.shape[1] // k.shape[1], _QUERY_BLOCK[q.device.type]
     # Blocks are laid from the end, so that only the first is short; any block's mask is the end of the largest one's.
     for stop in range(rows, 0, -block):
         start = max(0, stop - block)
@@ -53,6 +55,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         part = mask[len(mask) - (stop - start) * group :, mask.shape[1] - seen :]
         out[start:stop] = _folded(q[start:stop], k[:seen], v[:seen], part)
     return out
+
+
+def _goes_in_blocks(rows: int, group: int, device: str) -> bool:
+    prompts = _BLOCKED_PROMPTS[device]
+    return prompts.start <= rows <= min(_LONGEST_BLOCKED, prompts.stop * group - 1)
 
 
 def attend_each(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, padding: Padding | None = None) -> Tensor:
