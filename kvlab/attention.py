@@ -16,11 +16,6 @@ __all__ = ["Padding", "attend", "attend_each", "attend_whole", "attend_within", 
 # Queries per masked call. Each call stops at the last key that its queries see, so small blocks skip more of the
 # triangle above the diagonal. A GPU wants fewer and larger calls.
 _QUERY_BLOCK = {"cpu": 64, "cuda": 512}
-# Whole prompts that go through in blocks, by rows for each query head of a KV head; shorter and longer ones are one
-# causal call. On two AVX2 cores in fp32 blocks took 0.65 to 0.97 of its time at 384 and 512 rows, with one head 1.1 to
-# 1.3 from 768 up, with three 0.8 at 1,024 and 1.0 at 2,032, with four 1.0 at 1,024 and 1.1 at 2,032; and 1.3 at 128.
-_BLOCKED_PROMPTS = {"cpu": range(257, 640), "cuda": range(0)}
-_LONGEST_BLOCKED = 2047
 
 
 def causal_mask(rows: int, keys: int, group: int, like: Tensor) -> Tensor:
@@ -44,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if rows == 1:
         return _folded(q, k, v, None)
     group, block = q.shape[1] // k.shape[1], _QUERY_BLOCK[q.device.type]
-    if rows == keys and not _goes_in_blocks(rows, group, q.device.type):
+    if rows == keys and rows not in _blocked_prompts(group, q.device.type):
         return _causal(q, k, v)
     assert mask is not None, "several rows need their causal mask"
     out = q.new_empty(rows, q.shape[1] * q.shape[2])
@@ -57,9 +52,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return out
 
 
-def _goes_in_blocks(rows: int, group: int, device: str) -> bool:
-    prompts = _BLOCKED_PROMPTS[device]
-    return prompts.start <= rows <= min(_LONGEST_BLOCKED, prompts.stop * group - 1)
+def _blocked_prompts(group: int, device: str) -> range:
+    """Rows of the whole prompts that go through in blocks; shorter and longer ones are one causal call.
+
+    On two AVX2 cores in fp32 blocks took 0.65 to 0.97 of its time at 384 and 512 rows, and 1.3 at 128. From there on
+    it depends on the query heads of a KV head: one: 1.1 at 768, 1.3 at 1,536; three: 0.8 at 1,024, 1.0 at 2,032; four:
+    1.0 at 1,024, 1.1 at 2,032.
+    """
+    return range(257, min(640 * group, 2048)) if device == "cpu" else range(0)
 
 
 def attend_each(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, padding: Padding | None = None) -> Tensor:
