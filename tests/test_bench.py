@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from kvlab.experiments.bench import GROUPS, start
 from kvlab.experiments.bench.compare import compare, other_machine, read_record
 from kvlab.experiments.bench.rows import Row, ratios
 from kvlab.experiments.bench.table import cells, markdown, markdown_rows
+from kvlab.experiments.turns import in_turn
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTS = {
@@ -277,3 +280,14 @@ def test_options_that_do_not_fit_are_refused_before_measuring(arguments, said):
     result = kvlab("start", *arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_arms_in_turn_stand_at_every_place_and_behind_every_other_equally_often(count):
+    times = 1 + count % 2
+    orders = [in_turn(range(count), number) for number in range(times * count)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    for place in zip(*orders, strict=True):
+        assert sorted(place) == sorted([*range(count)] * times)
+    followers = Counter(pair for order in orders for pair in pairwise(order))
+    assert followers == dict.fromkeys(permutations(range(count), 2), times)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvlab.engine import Engine
 from kvlab.experiments.calibrate import TierFactory
+from kvlab.experiments.turns import in_turn
 from kvlab.experiments.workload import Turn, Workload
 from kvlab.model import Model
 from kvlab.policy import Decision, Oracle, Policy
@@ -78,7 +79,7 @@ def measure(
     gap_scale: float = 0.002,
     progress: Progress = lambda _: None,
 ) -> dict[str, Rounds]:
-    """Play the workload under every arm, interleaved by whole rounds in an order that turns.
+    """Play the workload under every arm, in turn, by whole rounds.
 
     The starts run once per arm, untimed. Each round resumes fresh branches of the agents as their starts left them,
     with tool outputs that no round before had, so that little more is found than what the agents themselves left: the
@@ -94,10 +95,8 @@ def measure(
         for name, arm in arms.items():
             progress(f"agents start: {name}")
             players[name] = _Player(stack, model, tokens, workload, arm, block_size, gap_scale)
-        names = list(arms)
         for number in range(rounds):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
+            for name in in_turn(arms, number):
                 progress(f"round {number + 1} of {rounds}: {name}")
                 measured[name].append(players[name].round())
     return measured

@@ -20,6 +20,7 @@ from kvlab.blocks import BlockTable, blocks_for
 from kvlab.crossings import crossings_of, interpolated_crossover
 from kvlab.experiments.calibrate import TierFactory
 from kvlab.experiments.rig import Rig
+from kvlab.experiments.turns import in_turn
 from kvlab.machine import Machine
 from kvlab.model import Model
 from kvlab.pool import BlockPool
@@ -281,11 +282,10 @@ class _Sweep:
             result.device_read_bytes.append([])
 
     def round(self, number: int) -> None:
-        """Every arm once at every length; their order turns with the round, so that no arm is always first."""
-        arms = ["recompute", "resident", *self.tiers]
-        turn = number % len(arms)
+        """Every arm once at every length, in turn."""
+        arms = in_turn(["recompute", "resident", *self.tiers], number)
         for i, (tokens, table, logits) in enumerate(self.resident):
-            for arm in arms[turn:] + arms[:turn]:
+            for arm in arms:
                 if arm == "recompute":
                     self.measured.recompute_s[i].append(self.rig.recompute(tokens).ttft_s)
                 elif arm == "resident":

@@ -93,7 +93,7 @@ def hidden_rows(
     *,
     prefix: int = 2048,
     suffixes: Sequence[int] = (16, 32, 64),
-    rounds: int = 15,
+    rounds: int = 24,
 ) -> Iterator[Row]:
     """A prefix that comes from cold files under `folder`, each time behind the computing of a short suffix.
 

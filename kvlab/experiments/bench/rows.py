@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvlab.experiments.turns import in_turn
 from kvlab.loading import resolve_dtype
 from kvlab.records import bootstrap_interval
 
@@ -74,18 +75,16 @@ def judged(row: Row, device: str | torch.device, dtype: str) -> Row:
 
 
 def interleave(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm in each round; the order turns, one warm-up round is dropped, the collector is off.
+    """Seconds of each arm in each round, in balanced order; one warm-up round is dropped, the collector is off.
 
     An arm that must not count its preparation returns the seconds it took itself.
     """
-    names = list(arms)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
     gc.collect()
     gc.disable()
     try:
         for number in range(rounds + 1):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
+            for name in in_turn(arms, number):
                 begin = time.perf_counter()
                 own_s = arms[name]()
                 elapsed_s = own_s if isinstance(own_s, float) else time.perf_counter() - begin
