@@ -14,8 +14,8 @@ ARCH = ModelArch.preset("smollm2-135m")
 GRID = [(16, 0), (32, 0), (64, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (16, 1024), (128, 1024), (512, 1024)]
 
 
-def times_of(prefill: Prefill) -> list[PrefillSample]:
-    return [PrefillSample(rows, cached, (prefill.seconds(ARCH, cached, cached + rows),) * 3) for rows, cached in GRID]
+def times_of(prefill: Prefill, grid=GRID) -> list[PrefillSample]:
+    return [PrefillSample(rows, cached, (prefill.seconds(ARCH, cached, cached + rows),) * 3) for rows, cached in grid]
 
 
 def test_a_machine_of_constant_rates_is_recovered_from_its_times():
@@ -37,6 +37,17 @@ def test_the_fit_passes_through_every_uncached_time():
     for sample in times_of(true):
         if sample.cached == 0:
             assert fitted.seconds(ARCH, 0, sample.rows) == pytest.approx(sample.seconds[0], rel=1e-6)
+
+
+def test_a_long_prompt_shows_that_whole_prompts_have_faster_attention():
+    true = Prefill(0.002, Curve(((1, 1e11),)), Curve(((512, 2e10), (1024, 8e10))), ARCH.name)
+    head_s = 2 * ARCH.head_macs / 1e11
+    short = fit_prefill(ARCH, times_of(true), head_s, "fp32")
+    fitted = fit_prefill(ARCH, times_of(true, [*GRID, (2048, 0)]), head_s, "fp32")
+    assert fitted.attention_flops_per_s(2048) == pytest.approx(8e10, rel=0.01)
+    assert fitted.seconds(ARCH, 0, 2048) == pytest.approx(true.seconds(ARCH, 0, 2048), rel=1e-6)
+    assert fitted.seconds(ARCH, 0, 4096) == pytest.approx(true.seconds(ARCH, 0, 4096), rel=0.01)
+    assert short.seconds(ARCH, 0, 4096) > 1.3 * true.seconds(ARCH, 0, 4096)
 
 
 def test_noise_larger_than_attention_does_not_break_the_fit():

@@ -44,6 +44,8 @@ _ROWS = (16, 32, 64, 128, 256, 512)
 _CACHED_ROWS = (16, 128, 512)
 _CACHED_TOKENS = 1024
 _WHOLE_TOKENS = 1024
+_LONG_TOKENS = 2 * _WHOLE_TOKENS  # long prompts may get another kernel; only where they are cheap:
+_LONG_SHARE = 0.3  # of the time for prefill
 _DECODE_ROWS = (1, 3)
 _DECODE_CACHED = (16, 512)  # of the longest row
 _LADDER_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
@@ -85,7 +87,7 @@ def calibrate(
     """
     if len(tokens) < 64:
         raise ValueError(f"calibration needs at least 64 tokens of text, got {len(tokens)}")
-    longest = min(len(tokens), _CACHED_TOKENS + max(_CACHED_ROWS), model.arch.max_positions)
+    longest = min(len(tokens), _LONG_TOKENS, model.arch.max_positions)
     with Rig(model, block_size=block_size, max_tokens=longest) as rig:
         progress("prefill: linear layers and attention, apart")
         samples = _time_prefill(rig, tokens[:longest], budget_s * 0.7)
@@ -124,7 +126,10 @@ def _time_prefill(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[Pref
     grid = [(rows, 0) for rows in (*_ROWS, _WHOLE_TOKENS) if rows <= len(tokens)]
     grid += [(rows, cached) for rows in _CACHED_ROWS if cached and cached + rows <= len(tokens)]
     table = rig.table(len(tokens))
-    rig.prefill(tokens, table)  # warm-up, and real keys behind which the cached passes run
+    # Warm-up, and real keys behind which the cached passes run.
+    warm_s = rig.prefill(tokens[: cached + max(_CACHED_ROWS)], table).ttft_s
+    if len(tokens) >= _LONG_TOKENS and 3 * 2 * warm_s <= _LONG_SHARE * budget_s:  # three rounds, twice as long each
+        grid.append((_LONG_TOKENS, 0))
     seconds: dict[tuple[int, int], list[float]] = {case: [] for case in grid}
     begin = time.perf_counter()
     for done in range(9):
@@ -203,7 +208,8 @@ def _time_head(arch: ModelArch, dtype: str, device: torch.device) -> float:
 def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float, dtype: str) -> Prefill:
     """Rates from timed passes: attention from what cached tokens add at equal rows, linear from the rest.
 
-    The fixed part is the intercept of the three shortest uncached passes, less attention and the LM head, not below 0.
+    Of a long whole prompt: attention is what it takes beyond two of half its length. The fixed part is the intercept of
+    the three shortest uncached passes, less attention and the LM head, not below 0.
     """
     times = {(s.rows, s.cached): median(s.seconds) for s in samples}
     plain = sorted(rows for rows, cached in times if cached == 0)
@@ -215,6 +221,11 @@ def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float
             # Below 2 % of the pass the difference is noise; the neighbouring knot then serves.
             if extra_s > 0.02 * seconds:
                 attention.append((rows, extra_flops / extra_s))
+    if (long := plain[-1]) == _LONG_TOKENS:
+        extra_s = times[long, 0] - 2 * times[long // 2, 0] + head_s
+        extra_flops = attention_flops(arch, 0, long) - 2 * attention_flops(arch, 0, long // 2)
+        if extra_s > 0.1 * times[long, 0]:  # the noise of three timings
+            attention.append((long, extra_flops / extra_s))
     # Without a usable difference attention is charged at the rate of the linear layers.
     fallback = linear_flops(arch, plain[-1]) / times[plain[-1], 0]
     attention_curve = Curve(tuple(attention) or ((1.0, fallback),))
