@@ -17,7 +17,9 @@ from kvlab.experiments.calibrate import calibrate
 from kvlab.experiments.policies import FIXED, Cell, policy_cells
 from kvlab.experiments.replay import agent_trace, replay
 from kvlab.machine import Machine
+from kvlab.model import Model
 from kvlab.policy import Calibrated
+from kvlab.records import median
 from kvlab.simulate import DEVICE_MEMORY_GB_PER_S, SAMPLE, Cluster, Simulator, Trace, read_trace, report, simulate
 from kvlab.tiers import HostTier
 
@@ -25,6 +27,7 @@ __all__ = ["bench_simulate"]
 
 _BLOCK, _POOL_BLOCKS, _TIER_BYTES = 16, 160, 2**31  # a pool for three or four of the agents
 _COPIES = 12  # of a thousand requests each
+_ENGINE_RUNS = 3
 _JUDGED = (*FIXED, "idle-blind", "calibrated")
 
 
@@ -57,10 +60,28 @@ def _speed_row(progress: Progress) -> Row:
 
 
 def _engine_row(device: str, dtype: str, progress: Progress) -> Row:
-    """Agents on SmolLM2 and the wall clock, against their simulation from a calibration made just before."""
+    """Agents on SmolLM2 and the wall clock, against their simulation; a median, since the machine's pace changes."""
     model, tokens = model_and_text("smollm2-135m", device, dtype)
-    trace = agent_trace(12, 3, preamble=256, new_tokens=128, gap_s=20.0)
-    progress(f"calibrating, then {trace.requests} turns of agents on the real engine")
+    ratios, busy = [], []
+    for run in range(_ENGINE_RUNS):
+        trace = agent_trace(12, 3, preamble=256, new_tokens=128, gap_s=20.0, seed=run)
+        progress(f"run {run + 1} of {_ENGINE_RUNS}: {trace.requests} turns of agents on the real engine")
+        ratio, load = _simulated_to_measured(model, tokens, trace)
+        ratios.append(ratio)
+        busy.append(load)
+    middle = median(ratios)
+    return Row(
+        "mean TTFT of agents on the engine (SmolLM2), simulated ÷ measured",
+        middle,
+        "",
+        goal="median within 10 % of 1",
+        met=abs(middle - 1) <= 0.1,
+        note=f"{', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))} in {len(ratios)} runs; {median(busy):.0%} busy",
+    )
+
+
+def _simulated_to_measured(model: Model, tokens: Sequence[int], trace: Trace) -> tuple[float, float]:
+    """The ratio of the mean times to first token, from a calibration made just before; how busy the simulation was."""
     machine = calibrate(model, tokens, {"host": lambda: HostTier(_TIER_BYTES)}, block_size=_BLOCK)
     block_bytes = model.layout(_BLOCK).block_bytes
     policy, tier = Calibrated(machine, queue_delay_value=1.0), HostTier(_TIER_BYTES)
@@ -76,16 +97,8 @@ def _engine_row(device: str, dtype: str, progress: Progress) -> Row:
         token_budget=512, max_running=64, watermarks=(0.0, 0.0),
     )  # fmt: skip
     simulated = Simulator(trace, cluster, policy).run()
-    load = report(simulated, 0.0).accelerator_busy
     ratio = (sum(simulated.ttfts_s) / len(simulated.ttfts_s)) / (sum(measured) / len(measured))
-    return Row(
-        "mean TTFT of agents on the engine (SmolLM2), simulated ÷ measured",
-        ratio,
-        "",
-        goal="within 10 % of 1",
-        met=abs(ratio - 1) <= 0.1,
-        note=f"{load:.0%} busy",
-    )
+    return ratio, report(simulated, 0.0).accelerator_busy
 
 
 def _others(trace: Trace) -> Trace:
