@@ -170,6 +170,18 @@ def test_add_keeps_other_groups_and_refuses_another_machine(tmp_path, monkeypatc
     merged = read_record(out)
     assert [row["name"] for row in merged["rows"]] == ["of prefill", "decide", "second"]
     assert merged["commands"] == ["kvlab bench prefill", "kvlab bench start --dtype=fp32"]
+    for row in merged["rows"]:
+        row["name"] += " in fp32"
+    saved(tmp_path, "out.json", merged)
+    assert kvlab("start", "--dtype", "bf16", "--out", out, "--add").exit_code == 0
+    both = read_record(out)
+    assert [(row["name"], row["dtype"]) for row in both["rows"][1:]] == [
+        ("decide in fp32", "fp32"), ("second in fp32", "fp32"), ("decide", "bf16"), ("second", "bf16")
+    ]  # fmt: skip
+    assert list(both["took_s"]) == ["start fp32", "start bf16"]
+    assert kvlab("start", "--dtype", "fp32", "--out", out, "--add").exit_code == 0
+    # What has nothing to do with a dtype keeps its name, and is there once.
+    assert [row["name"] for row in read_record(out)["rows"]] == ["of prefill in fp32", "decide", "second"]
     other["facts"]["cpu"] = "another"
     saved(tmp_path, "out.json", other)
     assert "another machine" in kvlab("start", "--dtype", "fp32", "--out", out, "--add").output

@@ -39,7 +39,9 @@ def bench(
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write rows and machine facts to this JSON file, after every row.")
     ] = None,
-    add: Annotated[bool, typer.Option("--add", help="Keep the rows of other groups that --out holds.")] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep the rows of other groups, and of other dtypes, that --out holds.")
+    ] = False,
     from_file: Annotated[
         Path | None, typer.Option("--from", help="Measure nothing: take the rows from this JSON file.")
     ] = None,
@@ -123,7 +125,7 @@ def _measure(
         "rows": [],
     }
     if add and out_file is not None and out_file.exists():
-        _keep_others(record, out_file, groups)
+        _keep_others(record, out_file, groups, kind)
     for peer, remedy in left_out.items():
         err.print(f"left out: {peer}, which is not here; {remedy}", markup=False, soft_wrap=True)
     say = progress(quiet=quiet)
@@ -131,11 +133,12 @@ def _measure(
         for group in groups:
             begin = time.monotonic()
             for row in experiment.run([group], str(where), kind, say):
-                record["rows"].append(row.plain())
+                others = [other for other in record["rows"] if other["name"] != row.name]
+                record["rows"] = [*others, row.plain()]
                 if not quiet:
                     _say_row(record["rows"][-1])
                 _write(record, out_file)
-            record["took_s"][group] = round(time.monotonic() - begin)
+            record["took_s"][f"{group} {kind}"] = round(time.monotonic() - begin)
         record["complete"] = True
     except KeyboardInterrupt:
         say("")
@@ -146,15 +149,20 @@ def _measure(
     return record
 
 
-def _keep_others(record: dict[str, Any], path: Path, groups: Sequence[str]) -> None:
-    """The rows in `path` of groups that are not measured now. Raises ValueError where another machine wrote them."""
+def _keep_others(record: dict[str, Any], path: Path, groups: Sequence[str], dtype: str) -> None:
+    """The rows in `path` that are not measured now. Raises ValueError where another machine wrote them."""
     from kvlab.experiments.bench.compare import other_machine, read_record
 
     old = read_record(path)
     if elsewhere := other_machine(old, record):
         raise ValueError(f"--add: {path} is of another machine ({'; '.join(elsewhere)}); give another --out")
-    record["rows"] = [row for row in old["rows"] if row.get("group") and row["group"] not in groups]
-    record["took_s"] = {name: s for name, s in old.get("took_s", {}).items() if name not in groups}
+    record["rows"] = [
+        row
+        for row in old["rows"]
+        if row.get("group") and (row["group"] not in groups or row.get("dtype", dtype) != dtype)
+    ]
+    again = {f"{group} {dtype}" for group in groups}
+    record["took_s"] = {name: s for name, s in old.get("took_s", {}).items() if name not in again}
     record["commands"] = [*(c for c in old.get("commands", ()) if c not in record["commands"]), *record["commands"]]
 
 

@@ -56,9 +56,9 @@ def check_groups(groups: Sequence[str]) -> None:
 def run(
     groups: Sequence[str], device: str, dtype: str, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[Row]:
-    """The rows of the named groups, as they are measured, each with its group. Raises ValueError for an unknown one."""
+    """The rows of the named groups, as they are measured, each with group and dtype. ValueError for an unknown one."""
     check_groups(groups)
     for group in groups:
         module = import_module(f"{__name__}.{GROUPS[group].module}")
         for row in getattr(module, f"bench_{group}")(device, dtype, progress):
-            yield replace(row, group=group)
+            yield replace(row, group=group, dtype=dtype)

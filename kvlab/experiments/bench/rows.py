@@ -26,7 +26,8 @@ class Row:
     """One line of the bench. `of_floor`, `of_peer` above 1: we are faster. `met` None: could not be measured here.
 
     `interval` is the 95 % interval of the row's first ratio (`ratios`), or of `ours` in a row that has none.
-    `note`: what belongs to the name but is another in every run; records are compared by name.
+    `note`: what belongs to the name but is another in every run; records are compared by name. `group` and `dtype` are
+    those of the run, whether the row has to do with a dtype or not.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Row:
     goal: str = ""
     met: bool | None = None
     group: str = ""
+    dtype: str = ""
     note: str = ""
 
     def plain(self) -> dict[str, Any]:
