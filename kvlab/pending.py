@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvlab.fingerprint import Fingerprint
 from kvlab.pool import LayerGroups
 from kvlab.streams import Event, Streams
-from kvlab.tiers.base import Staging, Store, Tier, TierError, sleep_until
+from kvlab.tiers.base import Staging, Store, Tier, defect, sleep_until
 
 __all__ = ["Lane", "Offload", "Pending", "TransferReport"]
 
@@ -85,7 +86,7 @@ class Pending(ABC):
     verify_s: float = 0.0
     failures: list[str] = field(default_factory=list)
     report: TransferReport | None = None
-    error: OSError | None = None
+    error: Exception | None = None
 
     @property
     def tier(self) -> Tier:
@@ -93,7 +94,7 @@ class Pending(ABC):
         return self.lane.tier
 
     def wait(self) -> TransferReport:
-        """Block until it is over and account for it. An offload raises TierError when the tier cannot be written."""
+        """Block until it is over and account for it. An offload raises what its tier did: TierError if not writable."""
         if self.report is None and self.error is None:
             self._end()
         if self.error is not None:
@@ -122,11 +123,17 @@ class Pending(ABC):
     @abstractmethod
     def _end(self) -> None: ...
 
+    @property
+    def _last(self) -> list[Event]:
+        return (self.ios or self.copies if isinstance(self, Offload) else self.copies or self.ios)[-1:]
+
+    def _join(self) -> None:
+        """Wait for all jobs; raises what one of them raised."""
+        for event in (*self._last, *self.copies, *self.ios):  # the last first: when it is over, how late was that seen?
+            self.lane.streams.wait_host(event)
+
     def _close(self, valid_blocks: int) -> None:
-        streams = self.lane.streams
-        last = (self.ios or self.copies if isinstance(self, Offload) else self.copies or self.ios)[-1:]
-        for event in (*last, *self.copies, *self.ios):  # the last first: when it is over, how late was that seen?
-            streams.wait_host(event)
+        last = self._last
         self.report = TransferReport(
             tier=self.tier.name,
             emulated=self.tier.emulated,
@@ -152,8 +159,16 @@ class Offload(Pending):
 
     store: Store = field(kw_only=True)
     held: int = field(kw_only=True)
-    cut: TierError | None = None  # why it was given up half-way
+    cut: Exception | None = None  # why it was given up half-way
     last_use: Event | None = None  # of the source blocks: lanes are in order, so the last one is after all
+
+    def attempt(self, job: Callable[..., None], *args: object) -> None:
+        """A write or a seal, on the io lane. After one that fails nothing is written, and the store is given up."""
+        if self.cut is None:
+            try:
+                job(*args)
+            except Exception as error:
+                self.cut = error  # raised by `_end`
 
     def wait_source(self) -> None:
         """Let compute launched from now on reuse the source blocks."""
@@ -181,16 +196,20 @@ class Offload(Pending):
 
     def _end(self) -> None:
         try:
-            for event in (self.ios or self.copies)[-1:]:
-                self.lane.streams.wait_host(event)
+            self._join()
             if self.cut is not None:
                 raise self.cut
-        except OSError as error:
-            self.error = error
-            self.store.abandon()
-            self.tier.counters.failed_stores += 1
-        else:
             sleep_until(self.store.due_s)
             self.store.publish()
+        except Exception as error:
+            self.error = error
+            self.tier.counters.failed_stores += 1
+            if not isinstance(error, OSError):
+                defect(self.tier, "store", error)
+            try:
+                self.store.abandon()
+            except Exception as error:
+                defect(self.tier, "abandon a store", error)
+        else:
             self._close(self.held)
         self.lane.open.remove(self)

@@ -18,12 +18,24 @@ from torch import Tensor
 
 from kvlab.pending import Pending
 from kvlab.streams import Event
-from kvlab.tiers.base import Bytes, Load, Piece, StagingBuffer, checksum, sleep_until
+from kvlab.tiers.base import Bytes, Load, Piece, StagingBuffer, checksum, defect, sleep_until
 
-__all__ = ["Reload"]
+__all__ = ["NoLoad", "Reload"]
 
 _READS_AHEAD = 3  # one being copied, one being read, one queued so that the disk never waits for us
 _READS_AHEAD_POLLED = 8  # nobody looks again before a step is over
+
+
+@dataclass
+class NoLoad(Load):
+    """What there is to read where a tier could not even begin."""
+
+    def checksum(self, group: int, block: int) -> int:
+        """Never asked for."""
+        raise NotImplementedError(f"nothing is read, and so no block {block} in group {group}")
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 @dataclass(eq=False)
@@ -138,7 +150,7 @@ class Reload(Pending):
                 read.data = self.load.read(read.piece, read.buffer.memory)
             else:
                 self.load.read_in_place(read.piece, read.extents)
-        except (OSError, ValueError) as error:
+        except Exception as error:
             read.error = error
 
     def _comes(self, read: _Read, by_s: float) -> bool:
@@ -185,17 +197,28 @@ class Reload(Pending):
     def _verify(self, read: _Read) -> None:
         piece = read.piece
         if read.error is not None:
-            corrupt = isinstance(read.error, ValueError)
-            self.tier.counters.read_failures += 1
-            self._fail(piece.first, piece.count, f"{type(read.error).__name__}: {read.error}", corrupt)
+            self._unread(piece, read.error)
             return
-        lost = self.load.lost(piece)
-        if lost is not None and lost.block < self.valid_blocks:
-            self.tier.counters.read_failures += 1
-            self._fail(lost.block, 1, lost.why, lost.corrupt)
-        if not self.load.checked:
-            return
-        started = time.perf_counter()
+        try:
+            lost = self.load.lost(piece)
+            if lost is not None and lost.block < self.valid_blocks:
+                self.tier.counters.read_failures += 1
+                self._fail(lost.block, 1, lost.why, lost.corrupt)
+            if self.load.checked:
+                self._compare(read)
+        except Exception as error:
+            self._unread(piece, error)
+
+    def _unread(self, piece: Piece, error: Exception) -> None:
+        """A piece could not be read, or not be checked."""
+        self.tier.counters.read_failures += 1
+        if not isinstance(error, OSError | ValueError):
+            defect(self.tier, "read", error)
+        self._fail(piece.first, piece.count, f"{type(error).__name__}: {error}", isinstance(error, ValueError))
+
+    def _compare(self, read: _Read) -> None:
+        """Bytes that are not those that were stored make a block fail."""
+        piece, started = read.piece, time.perf_counter()
         stop = min(piece.first + piece.count, self.valid_blocks)
         extents = read.extents if read.data is None else read.data.view(piece.count, -1).numpy()
         for block, extent in zip(range(piece.first, stop), extents, strict=False):
@@ -210,8 +233,11 @@ class Reload(Pending):
         self.valid_blocks = min(self.valid_blocks, first)
         self.failures.append(f"block {first} of the reload from the {self.tier.name} tier: {why}")
         self.tier.counters.failed_blocks += count
-        for block_hash in self.hashes[first : first + count]:
-            self.tier.drop(block_hash, corrupt=corrupt)
+        try:
+            for block_hash in self.hashes[first : first + count]:
+                self.tier.drop(block_hash, corrupt=corrupt)
+        except Exception as error:
+            defect(self.tier, "drop a block", error)
 
     def _stop_writing(self) -> None:
         """Wait for reads under way to where blocks have failed, whose owner may now give them to somebody else."""
@@ -256,8 +282,11 @@ class Reload(Pending):
             if read.buffer is not None:
                 self.lane.staging.put(read.buffer, read.event)
         if not self.settled:
-            self.load.close()
             self.lane.open.remove(self)
+            try:
+                self.load.close()
+            except Exception as error:
+                defect(self.tier, "close a load", error)
         return True
 
     def _end(self) -> None:
@@ -265,5 +294,6 @@ class Reload(Pending):
         counters = self.tier.counters
         counters.loaded_blocks += self.valid_blocks
         counters.loaded_bytes += self.bytes_moved
+        self._join()
         self._close(self.valid_blocks)
         self.settle(time.perf_counter())

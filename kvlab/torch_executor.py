@@ -25,6 +25,7 @@ from kvlab.pool import BlockPool
 from kvlab.request import Request
 from kvlab.streams import Streams
 from kvlab.tiers import Store, Tier, checksum
+from kvlab.tiers.base import defect
 from kvlab.transfer import Offload, Reload, Transfer
 
 __all__ = ["TorchExecutor"]
@@ -112,13 +113,16 @@ class TorchExecutor:
     def look_up(self, tier: str, hashes: Sequence[bytes], salt: str) -> None:
         """Let the tier find out what it holds, unless something of it is late."""
         if not self.transfer.late(self._tiers[tier]):
-            self._tiers[tier].look_up(hashes, self.fingerprint(salt))
+            try:
+                self._tiers[tier].look_up(hashes, self.fingerprint(salt))
+            except Exception as error:
+                defect(self._tiers[tier], "look up blocks", error)
 
     def holds(self, tier: str, block_hash: bytes, salt: str) -> bool:
         """Whether the tier holds the block or is just being given it; no, while something of it is late."""
         if self.transfer.late(self._tiers[tier]):
             return False
-        return (tier, block_hash) in self._storing or self._tiers[tier].contains(block_hash, self.fingerprint(salt))
+        return (tier, block_hash) in self._storing or _contains(self._tiers[tier], block_hash, self.fingerprint(salt))
 
     def storing_bytes(self, tier: str, hashes: Sequence[bytes]) -> int:
         """Of the stores that are not over, in their order, up to the last that brings one of these."""
@@ -170,14 +174,21 @@ class TorchExecutor:
         upper, *below = list(self._tiers.values())[place:]
         if not below or self.transfer.late(below[0]):
             return
-        lower, victims = below[0], upper.victims(nbytes, keep)
+        lower = below[0]
+        try:
+            victims = upper.victims(nbytes, keep)
+        except Exception as error:
+            defect(upper, "name victims", error)
+            return
         for salt, fingerprint in self._fingerprints.items() if victims else ():
-            lower.look_up(victims, fingerprint)
-            wanted = [h for h in victims if upper.contains(h, fingerprint) and not self.holds(lower.name, h, salt)]
+            self.look_up(lower.name, victims, salt)
+            wanted = [h for h in victims if _contains(upper, h, fingerprint) and not self.holds(lower.name, h, salt)]
             started = time.perf_counter()
             try:
                 store = _copy_down(upper, lower, wanted, fingerprint) if wanted else None
-            except OSError:
+            except Exception as error:
+                if not isinstance(error, OSError):
+                    defect(lower, f"take blocks from the {upper.name} tier", error)
                 lower.counters.failed_stores += 1
                 continue
             if store is not None:
@@ -316,6 +327,15 @@ def sample(logits: Tensor, request: Request) -> int:
     return int(torch.multinomial(weights, 1, generator=generator))
 
 
+def _contains(tier: Tier, block_hash: bytes, fingerprint: Fingerprint) -> bool:
+    """What `tier` says; no, where it raises something instead."""
+    try:
+        return tier.contains(block_hash, fingerprint)
+    except Exception as error:
+        defect(tier, "say what it holds", error)
+        return False
+
+
 def _copy_down(upper: Tier, lower: Tier, hashes: Sequence[bytes], fingerprint: Fingerprint) -> Store | None:
     """Copy blocks that lie in `upper`'s memory to `lower`, and wait for that; returns the store, to be published.
 
@@ -348,9 +368,12 @@ def _copy_down(upper: Tier, lower: Tier, hashes: Sequence[bytes], fingerprint: F
                     store.write(piece, rows)
             if store.works and store.pieces:
                 store.seal()
-        except OSError:
+        except Exception:
             store.abandon()
             raise
         return store
     finally:
-        load.close()
+        try:
+            load.close()
+        except Exception as error:
+            defect(upper, "close a load", error)

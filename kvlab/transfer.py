@@ -23,9 +23,9 @@ from torch import Tensor
 from kvlab.fingerprint import Fingerprint
 from kvlab.pending import Lane, Offload, Pending, TransferReport
 from kvlab.pool import BlockPool, LayerGroups
-from kvlab.reload import Reload
+from kvlab.reload import NoLoad, Reload
 from kvlab.streams import PAGE, Event, Streams
-from kvlab.tiers.base import Geometry, Piece, Staging, Store, Tier, TierError
+from kvlab.tiers.base import Geometry, Piece, Staging, Store, Tier, TierError, defect
 
 __all__ = ["Offload", "Pending", "Reload", "Transfer", "TransferReport"]
 
@@ -110,11 +110,17 @@ class Transfer:
         """
         lane, started = self._lanes[tier], self._begin(blocks, hashes)
         fingerprint = fingerprint or lane.fingerprint
-        tier.touch(hashes)
-        tier.look_up(hashes, fingerprint)
-        contains = tier.contains
-        wanted = {h: block for h, block in zip(hashes, blocks, strict=True) if not contains(h, fingerprint)}
-        store = tier.reserve(list(wanted), fingerprint, hashes)
+        try:
+            tier.touch(hashes)
+            tier.look_up(hashes, fingerprint)
+            contains = tier.contains
+            wanted = {h: block for h, block in zip(hashes, blocks, strict=True) if not contains(h, fingerprint)}
+            store = tier.reserve(list(wanted), fingerprint, hashes)
+        except OSError:
+            raise
+        except Exception as error:
+            defect(tier, "make room", error)
+            raise TierError(f"cannot write the {tier.name} tier: {type(error).__name__}: {error}") from error
         chosen = _ids([wanted[h] for h in store.hashes])
         held = len(hashes)
         if len(store.hashes) < len(wanted):  # up to the first that found no room
@@ -125,7 +131,7 @@ class Transfer:
         for piece in store.pieces:
             source = chosen[piece.first : piece.first + piece.count]
             if piece.memory is None and source_held and self.in_place:
-                job = partial(store.write, piece, self.groups.extents_of(piece.group, source))
+                job = partial(pending.attempt, store.write, piece, self.groups.extents_of(piece.group, source))
                 pending.last_use = self.streams.io(job, [written], None, tier.name)
                 pending.ios.append(pending.last_use)
             elif (gathered := self._gather(pending, piece, source, written)) is not None:
@@ -135,7 +141,7 @@ class Transfer:
                 break
             pending.bytes_moved += piece.nbytes
         if store.works and store.pieces and pending.cut is None:  # the lane is in order: after every write
-            pending.ios.append(self.streams.io(store.seal, [], None, tier.name))
+            pending.ios.append(self.streams.io(partial(pending.attempt, store.seal), [], None, tier.name))
         if not source_held:
             pending.wait_source()
         return pending
@@ -158,7 +164,7 @@ class Transfer:
         gathered = last = self.streams.gather(rows, index, host, after)
         pending.copies.append(gathered)
         if store.works:
-            job = partial(store.write, piece, host.view(piece.count, -1).numpy())
+            job = partial(pending.attempt, store.write, piece, host.view(piece.count, -1).numpy())
             last = self.streams.io(job, [gathered], None, lane.tier.name)
             pending.ios.append(last)
         if buffer is not None:
@@ -192,11 +198,18 @@ class Transfer:
         fingerprint = fingerprint or lane.fingerprint
         if len(set(blocks)) != len(blocks):
             raise ValueError("a target block is named twice; one block holds one block's bytes")
-        tier.look_up(hashes, fingerprint)
-        held = 0
-        while held < len(hashes) and tier.contains(hashes[held], fingerprint):
-            held += 1
-        tier.touch(hashes[:held])
+        failures, held = [], 0
+        try:
+            tier.look_up(hashes, fingerprint)
+            while held < len(hashes) and tier.contains(hashes[held], fingerprint):
+                held += 1
+            tier.touch(hashes[:held])
+            load = tier.load(hashes[:held], fingerprint)
+        except Exception as error:
+            defect(tier, "begin a load", error)
+            tier.counters.read_failures += 1
+            failures.append(f"the reload from the {tier.name} tier did not begin: {type(error).__name__}: {error}")
+            held, load = 0, NoLoad()
         pending = Reload(
             lane,
             len(blocks),
@@ -204,11 +217,12 @@ class Transfer:
             started + timeout_s,
             hashes=hashes,
             targets=_ids(blocks),
-            load=tier.load(hashes[:held], fingerprint),
+            load=load,
+            failures=failures,
             ready=self.streams.compute_event(),
             valid_blocks=held,
         )
-        if held < len(hashes):
+        if held < len(hashes) and not failures:
             pending.failures.append(f"block {held} of the reload is not in the {tier.name} tier")
         lane.open.append(pending)
         pending.read_ahead()

@@ -367,6 +367,7 @@ class EngineSchedules(RuleBasedStateMachine):
         assert self.engine.scheduler.allocator.free_blocks == self.engine.scheduler.allocator.num_blocks
         assert not self.engine.executor.transfer.under_way
         for tier in self.tiers:
+            assert tier.counters.defects == 0  # no fault of a disk or memory makes our own tiers raise what none may
             tier.clear()
             assert tier.used_bytes == 0  # nothing is still being read, or written
         self.streams.close()

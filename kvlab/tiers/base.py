@@ -8,6 +8,7 @@ Does not know pools, streams of compute, or who asked.
 
 from __future__ import annotations
 
+import logging
 import operator
 import time
 from abc import ABC, abstractmethod
@@ -36,9 +37,12 @@ __all__ = [
     "Tier",
     "TierError",
     "checksum",
+    "defect",
     "in_pieces",
     "whole_bytes",
 ]
+
+logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 Extents = Bytes | list[Bytes]  # one row a block: [count, extent], or rows that lie wherever they lie
@@ -67,7 +71,10 @@ class Geometry:
 
 @dataclass
 class Counters:
-    """What a tier has done since it was made. Failures are misses: none of them is an exception for the reader."""
+    """What a tier has done since it was made. Failures are misses: none of them is an exception for the reader.
+
+    `defects`: exceptions where, or of a kind that, a tier may not raise: see `defect`.
+    """
 
     stored_blocks: int = 0
     stored_bytes: int = 0
@@ -79,6 +86,7 @@ class Counters:
     failed_blocks: int = 0
     checksum_failures: int = 0
     read_failures: int = 0
+    defects: int = 0
 
 
 @dataclass(eq=False)
@@ -178,7 +186,10 @@ class Load(ABC):
 
 
 class Tier(ABC):
-    """Blocks by hash, within `capacity_bytes`. A hash names tokens and fingerprint; the fingerprint is checked too."""
+    """Blocks by hash, within `capacity_bytes`. A hash names tokens and fingerprint; the fingerprint is checked too.
+
+    What a tier raises though nothing here says that it may is a miss or a failed store as well, and a `defect`.
+    """
 
     name: str
     emulated = False
@@ -248,6 +259,17 @@ def whole_bytes(capacity_bytes: int) -> int:
     if nbytes < 1:
         raise ValueError(f"capacity_bytes is {capacity_bytes!r}; expected a positive int, such as 2**30")
     return nbytes
+
+
+def defect(tier: Tier, doing: str, error: Exception) -> None:
+    """Count what a tier has raised where it may not, and log it, traceback included: the 1st, 2nd, 4th, 8th … time."""
+    tier.counters.defects += 1
+    count = tier.counters.defects
+    if count & (count - 1) == 0:
+        logger.warning(
+            "the %s tier raised %r while asked to %s, which no tier may: taken for a miss or a failed store (no. %d)",
+            tier.name, error, doing, count, exc_info=error,
+        )  # fmt: skip
 
 
 def checksum(extent: Bytes, block_hash: bytes, group: int) -> int:
