@@ -9,8 +9,10 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from numbers import Real
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 from kvlab.arithmetic import checked_count
 from kvlab.model import Model
@@ -71,15 +73,17 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         cuda_graphs: bool = True,
     ) -> None:
-        _check_parts(model, tiers, policy, eviction)
+        _check_parts(model, tiers, policy, eviction, streams, clock)
         pool_blocks = checked_count("pool_blocks", pool_blocks, 1)
+        block_size = checked_count("block_size", block_size, 1)
+        groups = min(4, model.decoder.layers) if groups is None else checked_count("groups", groups, 1)
+        _check_kind("load_timeout_s", load_timeout_s, Real, "seconds, or inf for no limit")
+        if not load_timeout_s >= 0:
+            raise ValueError(f"load_timeout_s is {load_timeout_s}; expected seconds, or inf for no limit")
         self.model, self.tiers = model, tuple(tiers)
         self._owns_streams = streams is None
         self._streams = streams_for(model.device) if streams is None else streams
-        if not load_timeout_s >= 0:
-            raise ValueError(f"load_timeout_s is {load_timeout_s}; expected seconds, or inf for no limit")
         self._timeout_s = load_timeout_s
-        groups = min(4, model.decoder.layers) if groups is None else groups
         self.executor = TorchExecutor(
             model,
             pool_blocks,
@@ -104,6 +108,7 @@ class Engine:
         )
         self._requests = 0
         self._arrivals = 0
+        self._own: WeakSet[Request] = WeakSet()  # requests that it has made: another's blocks mean something else here
 
     def __enter__(self) -> Engine:
         return self
@@ -134,28 +139,35 @@ class Engine:
     ) -> Request:
         """A new request. It never shares blocks with one of another `salt`; `on_token` is called after each step.
 
-        Raises ValueError for ids outside the vocabulary, or for what could never fit the pool or the model's positions.
+        Raises ValueError for arguments that are of the wrong kind, for ids outside the vocabulary, or for what could
+        never fit the pool or the model's positions.
         """
-        tokens = self._checked(tokens)
+        tokens, max_new_tokens = self._checked(tokens), checked_count("max_new_tokens", max_new_tokens, 1)
         self.scheduler.check_fits(len(tokens), max_new_tokens)
+        for name, given, kind, such_as in (
+            ("sampling", sampling, Sampling | None, "Sampling(temperature=0.8, seed=1)"),
+            ("salt", salt, str, "a tenant's name, a str"),
+            ("on_token", on_token, Callable | None, "a function of request and token"),
+        ):
+            _check_kind(name, given, kind, such_as)
         request = Request(
             self._requests,
             [],
             max_new_tokens,
             sampling=sampling or Sampling(),
-            stop_tokens=frozenset(stop_tokens),
+            stop_tokens=frozenset(_ids("stop_tokens", stop_tokens, "[model.tokenizer.eos]")),
             salt=salt,
             on_token=on_token,
             timing=Timing(self.executor.now()),
         )
-        self._requests += 1
+        self._made(request)
         self._begin(request, tokens, max_new_tokens)
         return request
 
     def resume(self, request: Request, more_tokens: Sequence[int] = (), max_new_tokens: int = 16) -> Request:
         """Go on with a paused or finished request, after `more_tokens` (a tool's output, the next question)."""
         self._expect(request, "resumed", "paused", "finished")
-        more_tokens = self._checked(more_tokens)
+        more_tokens, max_new_tokens = self._checked(more_tokens), checked_count("max_new_tokens", max_new_tokens, 1)
         self.scheduler.check_fits(len(request.tokens) + len(more_tokens), max_new_tokens)
         self._begin(request, more_tokens, max_new_tokens)
         return request
@@ -191,7 +203,7 @@ class Engine:
             prompt=len(request.tokens),
             timing=Timing(self.executor.now()),
         )
-        self._requests += 1
+        self._made(child)
         self.scheduler.cache.fork(request, child)
         return child
 
@@ -202,6 +214,10 @@ class Engine:
         self.scheduler.cache.drop(request)
         request.state = "cancelled"
 
+    def _made(self, request: Request) -> None:
+        self._requests += 1
+        self._own.add(request)
+
     def _begin(self, request: Request, tokens: Sequence[int], max_new_tokens: int) -> None:
         self._arrivals += 1
         request.begin_turn(tokens, max_new_tokens, self._arrivals, self.executor.now())
@@ -209,29 +225,35 @@ class Engine:
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         """`tokens` as plain ints, whichever integers they are: later nobody could say who brought a bad one."""
-        try:
-            ids = [operator.index(token) for token in tokens]
-        except TypeError as error:
-            raise ValueError(
-                f"tokens are {tokens!r:.60}; expected token ids, such as model.tokenizer.encode(text)"
-            ) from error
+        ids = _ids("tokens", tokens, "model.tokenizer.encode(text)")
         wrong = [token for token in ids if not 0 <= token < self.model.arch.vocab]
         if wrong:
             raise ValueError(f"token {wrong[0]} is not in the vocabulary [0, {self.model.arch.vocab})")
         return ids
 
-    @staticmethod
-    def _expect(request: Request, verb: str, *states: str) -> None:
+    def _expect(self, request: Request, verb: str, *states: str) -> None:
+        _check_kind("request", request, Request, "what submit returned")
+        if request not in self._own:
+            raise ValueError(f"request {request.id} is another engine's; it can only be {verb} by the one that made it")
         if request.state not in states:
             raise ValueError(f"request {request.id} is {request.state}; only {', '.join(states)} ones can be {verb}")
 
     # Running ----------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One iteration; returns whether anything is left to do."""
+        """One iteration; returns whether anything is left to do.
+
+        Raises what an `on_token` raised (an ExceptionGroup, if several did) once every other has had its token.
+        """
+        errors: list[Exception] = []
         for request, token in self.scheduler.step():
             if request.on_token is not None:
-                request.on_token(request, token)
+                try:
+                    request.on_token(request, token)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0] if len(errors) == 1 else ExceptionGroup("several on_token raised", errors)
         return self.scheduler.busy
 
     def run(self) -> None:
@@ -250,7 +272,7 @@ class Engine:
 
     def evict(self, blocks: int) -> int:
         """Make up to `blocks` idle cached blocks leave the pool now; returns how many did."""
-        return self.scheduler.cache.evict(blocks)
+        return self.scheduler.cache.evict(checked_count("blocks", blocks, 0))
 
     # Looking in -------------------------------------------------------------------------------------------------------
 
@@ -318,16 +340,30 @@ class Engine:
         self.scheduler.check_integrity()
 
 
-def _check_parts(model: Any, tiers: Any, policy: Any, eviction: Any) -> None:
+def _ids(name: str, tokens: Any, such_as: str) -> list[int]:
+    """Token ids as plain ints. Raises ValueError, which names them, for anything else."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise ValueError(f"{name} are {tokens!r:.60}; expected token ids, such as {such_as}") from error
+
+
+def _check_kind(name: str, given: Any, kind: Any, such_as: str) -> None:
+    if not isinstance(given, kind):
+        raise ValueError(f"{name} is {given!r:.60}; expected {such_as}")
+
+
+def _check_parts(model: Any, tiers: Any, policy: Any, eviction: Any, streams: Any, clock: Any) -> None:
     """Raises ValueError for one that is not what an `Engine` is made of."""
     parts = [
         ("model", model, Model, "kvlab.load_model(name)"),
         ("tiers", tiers, Sequence, "[HostTier(capacity_bytes)]"),
         ("policy", policy, Policy | None, "kvlab.policies.Reload()"),
         ("eviction", eviction, Eviction | None, "kvlab.policies.LRU()"),
+        ("streams", streams, Streams | None, "kvlab.streams.ThreadStreams()"),
+        ("clock", clock, Callable, "time.perf_counter"),
     ]
     if isinstance(tiers, Sequence):
         parts += [(f"tiers[{place}]", tier, Tier, "HostTier(capacity_bytes)") for place, tier in enumerate(tiers)]
     for name, part, kind, such_as in parts:
-        if not isinstance(part, kind):
-            raise ValueError(f"{name} is {part!r:.60}; expected an object such as {such_as}")
+        _check_kind(name, part, kind, f"an object such as {such_as}")

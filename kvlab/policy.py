@@ -9,9 +9,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
 
 from kvlab.arch import ModelArch
-from kvlab.arithmetic import kv_bytes
+from kvlab.arithmetic import checked_arch, kv_bytes
 from kvlab.machine import Machine
 from kvlab.prefix import CachedBlock
 from kvlab.storing import storing
@@ -180,6 +182,11 @@ class Threshold(Policy):
 
     tokens: int
 
+    def check(self, tiers: Sequence[str]) -> None:  # noqa: ARG002
+        """Raises ValueError where `tokens` is no number."""
+        if not isinstance(self.tokens, Real):
+            raise ValueError(f"a Threshold's tokens are {self.tokens!r}; expected a number of them")
+
     def decide(self, situation: Situation) -> Decision:
         """Compare what a reload would bring with the threshold."""
         option = situation.longest
@@ -206,9 +213,12 @@ class Calibrated(Policy):
     load_aware: bool = True
 
     def check(self, tiers: Sequence[str]) -> None:
-        """Raises ValueError naming a tier to which the machine has no measured link."""
-        for tier in tiers:
-            self.machine.link(tier)
+        """Raises ValueError naming a tier to which the machine has no measured link, or what is no delay's value."""
+        _check_links(self.machine, tiers)
+        for name in ("decode_delay_value", "queue_delay_value"):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0 <= float(value) < math.inf):
+                raise ValueError(f"{name} is {value!r}; expected a finite number of at least 0")
 
     def decide(self, situation: Situation) -> Decision:
         """One verdict for each tier that holds something; the cheapest wins."""
@@ -271,6 +281,14 @@ def delayed_loads(machine: Machine, situation: Situation, option: Option) -> flo
     took_s = machine.link(option.tier).transfer_s(size_bytes, tokens // situation.block_size, len(arch.layers))
     load = option.bytes_per_s * took_s / size_bytes
     return delayed_requests(situation.waiting, option.queued_loads + 1 + situation.waiting, load)
+
+
+def _check_links(machine: Machine, tiers: Sequence[str], direction: Literal["load", "store"] = "load") -> None:
+    """Raises ValueError for what is no machine, or has no measured link to one of these tiers."""
+    if not isinstance(machine, Machine):
+        raise ValueError(f"machine is {machine!r:.60}; expected a Machine: Machine.load(path)")
+    for tier in tiers:
+        machine.link(tier, direction)
 
 
 def _cost_s(verdict: Verdict) -> float:
@@ -344,10 +362,10 @@ class CostAware(Eviction):
 
     def check(self, tiers: Sequence[str]) -> None:
         """Raises ValueError naming a tier to which the machine has no measured link, in either direction if needed."""
-        for tier in tiers:
-            self.machine.link(tier)
-            if self.return_chance is not None:
-                self.machine.link(tier, "store")
+        _check_links(self.machine, tiers)
+        checked_arch(self.arch)
+        if self.return_chance is not None:
+            _check_links(self.machine, tiers, "store")
 
     def worth_storing(self, start: int, stop: int, tier: str) -> bool:
         """Whether the chance of return is above the break-even."""
@@ -393,8 +411,8 @@ class Scored(Eviction):
 
     def check(self, tiers: Sequence[str]) -> None:
         """Raises ValueError naming a tier to which the machine has no measured link."""
-        for tier in tiers:
-            self.machine.link(tier)
+        _check_links(self.machine, tiers)
+        checked_arch(self.arch)
 
     def value(self, block: CachedBlock, now_s: float, holder: Holder) -> float:
         """The score."""

@@ -5,8 +5,10 @@ Plain data. Does not know blocks' contents, policies, or what runs next.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal
 
 from kvlab.blocks import BlockTable
@@ -21,15 +23,21 @@ State = Literal["waiting", "loading", "running", "paused", "finished", "cancelle
 class Sampling:
     """How the next token is taken: the likeliest (`temperature` 0), or drawn with `seed`.
 
-    A draw depends on seed and position alone, so that neither batching nor preemption changes it.
+    A draw depends on seed and position alone, so that neither batching nor preemption changes it. Raises ValueError
+    unless one is a number of at least 0 and the other an integer.
     """
 
     temperature: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
+        temperature: object = self.temperature
+        if not (isinstance(temperature, Real) and float(temperature) >= 0):
+            raise ValueError(f"temperature is {temperature!r}; expected 0 (greedy) or more")
+        try:
+            object.__setattr__(self, "seed", operator.index(self.seed))  # numpy's would overflow
+        except TypeError as error:
+            raise ValueError(f"seed is {self.seed!r}; expected an integer") from error
 
 
 @dataclass

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 
 from kvlab.arch import ModelArch
+from kvlab.arithmetic import checked_count
 from kvlab.blocks import BlockTable, blocks_for
 from kvlab.cache import Cache
 from kvlab.counts import Counts
@@ -50,18 +52,22 @@ class Scheduler:
         max_running: int,
         watermarks: tuple[float, float],
     ) -> None:
-        low, high = watermarks
-        if token_budget < 1 or max_running < 1 or not 0 <= low <= high <= 1:
+        token_budget = checked_count("token_budget", token_budget, 1)
+        max_running = checked_count("max_running", max_running, 1)
+        shares = list(watermarks) if isinstance(watermarks, Iterable) else []
+        if not all(isinstance(share, Real) for share in shares) or not (
+            len(shares) == 2 and 0 <= shares[0] <= shares[1] <= 1
+        ):
             raise ValueError(
-                f"token_budget {token_budget} and max_running {max_running} must be at least 1, and"
-                f" watermarks {watermarks} two shares of free blocks with 0 <= low <= high <= 1"
+                f"watermarks are {watermarks!r:.60}; expected two shares of free blocks with 0 <= low <= high <= 1,"
+                " such as (0.05, 0.1)"
             )
         policy.check(executor.tiers)
         eviction.check(executor.tiers)
         self.executor, self.arch, self.kv_dtype = executor, arch, kv_dtype
         self.policy = policy
         self.token_budget, self.max_running = token_budget, max_running
-        self._low, high_blocks = (int(share * executor.num_blocks) for share in watermarks)
+        self._low, high_blocks = (int(share * executor.num_blocks) for share in shares)
         self.cache = Cache(executor, eviction, high_blocks)
         self.allocator, self.index = self.cache.allocator, self.cache.index
         self.waiting: list[Request] = []  # by arrival
@@ -302,6 +308,10 @@ class Scheduler:
             load=self._prefilling_s.per_second(now),
         )
         decision = self.policy.decide(situation)
+        if not isinstance(decision, Decision):
+            raise ValueError(
+                f"{type(self.policy).__name__} decided {decision!r:.60}; expected a kvlab.policies.Decision"
+            )
         decision.check(situation, type(self.policy).__name__)
         decision.made_s = now
         self.decisions.append(decision)

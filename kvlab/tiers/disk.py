@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 
 import numpy as np
@@ -124,8 +125,12 @@ class DiskTier(Tier):
         label: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if codec not in {None, "xz"}:
+        if not isinstance(path, str | PathLike):
+            raise ValueError(f"path is {path!r:.60}; expected the path of a folder, which need not exist yet")
+        if codec not in (None, "xz"):
             raise ValueError(f"codec is {codec!r}; expected None or 'xz'")
+        if not isinstance(label, str):
+            raise ValueError(f"label is {label!r:.60}; expected a str")
         self.name = codec or "disk"
         self.capacity_bytes = whole_bytes(capacity_bytes)
         self.counters = Counters()

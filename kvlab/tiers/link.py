@@ -22,6 +22,8 @@ class LinkTier(Tier):
     emulated = True
 
     def __init__(self, tier: Tier, gb_per_s: float, latency_s: float = 0.0) -> None:
+        if not isinstance(tier, Tier):
+            raise ValueError(f"tier is {tier!r:.60}; expected the tier behind the link, such as HostTier(2**30)")
         if not (isinstance(gb_per_s, int | float) and gb_per_s > 0):
             raise ValueError(f"gb_per_s is {gb_per_s!r}; expected a number above 0, of 1e9 bytes a second")
         if not (isinstance(latency_s, int | float) and latency_s >= 0):

@@ -218,7 +218,9 @@ class ValkeyTier(Tier):
         name: str = "valkey",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if not re.fullmatch(r"[\w.:-]+", namespace):
+        if not isinstance(url, str):
+            raise ValueError(f"the server's URL is of type {type(url).__name__}; write valkey://host:port")
+        if not (isinstance(namespace, str) and re.fullmatch(r"[\w.:-]+", namespace)):
             raise ValueError(f"namespace is {namespace!r}; expected letters, digits and . : - _ alone")
         self.name = name
         self.capacity_bytes = 0
