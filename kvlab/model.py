@@ -84,7 +84,9 @@ class Model:
             tokenizer=tokenizer,
             rope=repr((d.rope_theta, d.rope_scaling, self.rope.scale, self.arch.max_positions)),
             kv_dtype=self.dtype,
-            block_layout=repr((layout.order, layout.layers, layout.kv_heads, layout.head_dim, block_size)),
+            block_layout=repr(
+                (layout.order, "head_major", layout.layers, layout.kv_heads, block_size, layout.head_dim)
+            ),
             adapter=self.adapter_digest,
             salt=salt,
         )

@@ -16,7 +16,7 @@ from kvlab.cli.cache import kv_folder
 from kvlab.tiers import DiskTier
 from kvlab.tiers.segment import Header, SegmentWriter
 
-SMALL = replace(FINGERPRINT, block_layout=repr(("block_major", 4, 2, 8, 4)))
+SMALL = replace(FINGERPRINT, block_layout=repr(("block_major", "head_major", 4, 2, 4, 8)))
 OTHER = replace(SMALL, weights="others", salt="a tenant")
 DAY_S = 86400.0
 

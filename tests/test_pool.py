@@ -32,6 +32,20 @@ def test_what_is_written_by_slot_is_read_by_block(order, dtype, block_size):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_a_row_holds_one_head_after_the_other_and_a_window_reads_each_without_gaps(order):
+    pool = BlockPool(layout(order=order), 9)
+    k, v = torch.randn(2, 4, 2, 4)
+    pool.write(1, 5 * 4 + torch.arange(4), k, v)
+    for kv, written in ((0, k), (1, v)):
+        row = pool.rows[pool.row_index(1, kv, torch.tensor(5))]
+        assert torch.equal(row.view(2, 4, 4), written.transpose(0, 1))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    for read in Window(pool, nothing, torch.tensor([7, 5]), 6).read(1):
+        assert read.shape == (6, 2, 4)
+        assert all(read[:, head].is_contiguous() for head in range(2))
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_rows_of_all_layers_and_blocks_are_each_used_once(order):
     pool = BlockPool(layout(order=order), 5)
     every = [pool.row_index(layer, kv, torch.arange(5)) for layer in range(3) for kv in range(2)]

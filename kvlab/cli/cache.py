@@ -64,7 +64,7 @@ class Holding:
     def layout(self) -> tuple[str, int] | None:
         """Order and block size, as `Model.fingerprint` writes them; None when they are written otherwise."""
         with contextlib.suppress(KeyError, ValueError, SyntaxError, TypeError):
-            order, _, _, _, block_size = ast.literal_eval(str(self.headers[0].fingerprint["block_layout"]))
+            order, _, _, _, block_size, _ = ast.literal_eval(str(self.headers[0].fingerprint["block_layout"]))
             return str(order), int(block_size)
         return None
 

@@ -54,6 +54,8 @@ def attention_row(
         torch.randn(n, h, dim, generator=generator).to(device, TORCH_DTYPES[dtype])
         for n, h in ((tokens, heads), (cached + tokens, kv_heads), (cached + tokens, kv_heads))
     )
+    if cached:  # as they are read from a cache, kvlab's or transformers': each head's in one piece
+        k, v = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (k, v))
     mask = causal_mask(tokens, cached + tokens, heads // kv_heads, q) if tokens > 1 else None
     seconds = interleave(
         {

@@ -107,10 +107,11 @@ def decode_rows(
 
 
 def _attention(model: Model, batch: int, cached: int) -> Callable[[], torch.Tensor]:
-    """One query's attention for each sequence, in all layers: each reads keys and values of its own, where they lie."""
+    """One query's attention for each sequence, in all layers: each reads its own keys and values, gathered before."""
     d, dtype = model.decoder, TORCH_DTYPES[model.dtype]
     query = torch.ones(batch, d.heads, d.head_dim, dtype=dtype, device=model.device)
-    kv = torch.ones(d.layers, 2, batch, cached, d.kv_heads, d.head_dim, dtype=dtype, device=model.device)
+    kv = torch.ones(d.layers, 2, batch, d.kv_heads, cached, d.head_dim, dtype=dtype, device=model.device)
+    kv = kv.transpose(3, 4)  # each head's in one piece, as a `Window` reads them
     return torch.inference_mode()(lambda: [attend_whole(query, k, v) for k, v in kv][-1])
 
 
