@@ -6,6 +6,7 @@ Knows queries, keys and values. Does not know blocks, layers or weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) ->
     """One query per sequence to all its keys, folded: k and v [B, L, kv_heads, head_dim], else as `attend_each`."""
     batch, heads, dim = q.shape
     folded = q.reshape(batch, k.shape[2], -1, dim)
-    out = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+    out = _fused(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
     return out.reshape(batch, heads * dim)
 
 
@@ -122,7 +123,7 @@ def _folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     folded = q.view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    out = F.scaled_dot_product_attention(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask)
+    out = _fused(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask)
     return out[0].view(kv_heads, rows, -1, dim).transpose(0, 1).reshape(rows, heads * dim)
 
 
@@ -137,5 +138,21 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not grouped and group > 1:
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped and group > 1)
+    out = _fused(query, key, value, is_causal=True, enable_gqa=grouped and group > 1)
     return out[0].transpose(0, 1).flatten(1)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Torch's attention, but on CUDA never cuDNN's, which torch asks first on Hopper and Blackwell.
+
+    For each pair of lengths that it has not met cuDNN builds a plan, and here every pass may have others: 0.44 s on a
+    B200 (https://github.com/modelscope/FunASR/issues/3704).
+    """
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)

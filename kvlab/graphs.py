@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class DecodeGraphs:
             del self._graphs[next(iter(self._graphs))]  # first: its memory then serves the new one
         at = given.to(pool.device)  # with tokens and blocks that exist: the step is run once before it is recorded
         try:
-            return _Graph(at, self._record(lambda: self._model.decode_static(at, pool)))
+            return _Graph(at, self._record(partial(self._model.decode_static, at, pool)))
         except RuntimeError as error:
             raise _CannotRecordError(error) from error
 

@@ -62,14 +62,22 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu")
+        count = torch.cuda.device_count()
+        if device.index is not None and device.index >= count:
+            raise ValueError(f"device {str(device)!r} was asked for, but torch sees {count} of them, from cuda:0 on")
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> str:
-    """A dtype name; "auto" is bf16 on CUDA and the faster of bf16 and fp32 on a CPU. Raises ValueError."""
+    """A dtype name; "auto" is the faster of bf16 and fp32 on a CPU, and bf16 on CUDA, but fp16 where that is emulated.
+
+    Raises ValueError.
+    """
     if dtype == "auto":
-        rates = cpu_gflops_per_s() if device.type == "cpu" else {"bf16": 1.0}
+        if device.type == "cuda":  # before compute capability 8 no bf16 units, nor fused attention for it
+            return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+        rates = cpu_gflops_per_s()
         return max(rates, key=lambda name: rates[name])
     if dtype not in TORCH_DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(TORCH_DTYPES)}")

@@ -13,7 +13,11 @@ __all__ = ["check_fits"]
 
 def check_fits(what: str, need_bytes: int, device: torch.device) -> None:
     """Raise ValueError, with both figures, when `need_bytes` are more than is free on `device` now."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type == "cuda":  # what torch keeps for its next tensors is free as well
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + kept
+    else:
+        free = psutil.virtual_memory().available
     if need_bytes > free:
         raise ValueError(
             f"{what} needs {need_bytes} bytes and {free} are free on {device};"

@@ -11,6 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -327,9 +328,10 @@ def graph_recorder(device: torch.device) -> Recorder:
     """Records CUDA graphs that share one pool of memory for what they compute on the way.
 
     Replay them on one stream, in any order, and copy a result before any of them is replayed again: it may lie where
-    another computes. A step launches kernels only, on memory that outlives the graph; for what CUDA cannot record it
-    raises RuntimeError. Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (warming up on a side
-    stream, memory that stays, one pool for many graphs).
+    another computes. A step launches kernels only; for what CUDA cannot record it raises RuntimeError. A graph knows
+    memory by its address alone, so a replay holds its step, and with it all that the kernels read. Source:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (warming up on a side stream, memory that stays,
+    one pool for many graphs).
     """
     memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -346,13 +348,14 @@ def graph_recorder(device: torch.device) -> Recorder:
             with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
                 out = step()
 
-        def replay() -> Tensor:
-            graph.replay()
-            return out
-
-        return replay
+        return partial(_replay, graph, out, step)
 
     return record
+
+
+def _replay(graph: torch.cuda.CUDAGraph, out: Tensor, _step: object) -> Tensor:
+    graph.replay()
+    return out
 
 
 def streams_for(device: str | torch.device) -> Streams:

@@ -1,10 +1,12 @@
 """Attention's paths compute the same: by blocks as at once, for one suffix as for another, whatever lies behind."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kvlab.attention import _QUERY_BLOCK, attend, attend_each, causal_mask, pad
+from kvlab.attention import _QUERY_BLOCK, _fused, attend, attend_each, causal_mask, pad
 
 BLOCK = _QUERY_BLOCK["cpu"]
 
@@ -64,3 +66,21 @@ def test_each_of_a_batch_sees_its_own_keys_and_nothing_behind_them(lengths):
     for given in (None, padding):
         got = attend_each(q, k.clone(), v.clone(), torch.tensor(lengths), given)
         assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_on_cuda_no_plan_is_built_for_each_length_and_the_choice_of_others_stays_as_it_was(monkeypatch, before):
+    def attention(*_, **options):
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), options))
+        raise RuntimeError("out of memory")
+
+    seen, was = [], torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            _fused(SimpleNamespace(is_cuda=True), None, None, is_causal=True)
+        assert seen == [(False, {"is_causal": True})]
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)

@@ -16,7 +16,7 @@ from kvlab.blocks import BlockAllocator
 from kvlab.gguf_file import GgufFile
 from kvlab.layers import Decoder
 from kvlab.linear import linear, pack, unpacked
-from kvlab.loading import load_model, resolve_dtype
+from kvlab.loading import load_model, resolve_device, resolve_dtype
 from kvlab.pool import BlockPool
 from kvlab.rope import rope_for
 
@@ -172,8 +172,8 @@ def test_copied_blocks_give_bit_identical_logits(dtype, prefix):
     source = resident.group_index(torch.tensor(here[:used]), 0, 3)
     moved.rows[moved.group_index(torch.tensor(there[:used]), 0, 3)] = resident.rows[source]
     # slots behind the prefix in its last block are nobody's: they may hold anything
-    k = moved.rows.view(32, 3, 2, 16, -1)
-    k[there[used - 1], :, :, (prefix - 1) % 16 + 1 :] = float("nan")
+    kv = moved.rows.view(32, 3, 2, model.decoder.kv_heads, 16, -1)
+    kv[there[used - 1], ..., (prefix - 1) % 16 + 1 :, :] = float("nan")
     expected = model.prefill(ids[prefix:], resident, here, start=prefix, all_logits=True)
     got = model.prefill(ids[prefix:], moved, there, start=prefix, all_logits=True)
     assert torch.equal(got, expected)
@@ -339,6 +339,18 @@ def test_length_dependent_rope_is_refused():
 def test_auto_dtype_is_stable_within_a_process():
     cpu = torch.device("cpu")
     assert load_model("tiny").dtype == resolve_dtype("auto", cpu) == resolve_dtype("auto", cpu)
+
+
+def test_a_gpu_that_is_not_there_is_refused_and_one_that_emulates_bf16_computes_in_fp16(monkeypatch):
+    capability = {0: (7, 5), 1: (8, 0)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capability))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[device.index])
+    assert [str(resolve_device(name)) for name in ("auto", "cuda", "cuda:1")] == ["cuda:0", "cuda:0", "cuda:1"]
+    with pytest.raises(ValueError, match="'cuda:2' was asked for, but torch sees 2 of them, from cuda:0 on"):
+        resolve_device("cuda:2")
+    assert [resolve_dtype("auto", resolve_device(name)) for name in ("cuda:0", "cuda:1")] == ["fp16", "bf16"]
 
 
 ENGLISH = (

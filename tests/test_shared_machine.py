@@ -103,6 +103,14 @@ def test_pools_of_other_seeds_give_other_attention_and_new_bytes_are_seen(model)
     assert decode_graph._alike(step(), elsewhere)
 
 
+def test_the_clock_waits_for_the_device_of_the_model(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    decode_graph._median_s(lambda: None, torch.device("cuda", 1), 2)
+    assert waited == [torch.device("cuda", 1)] * 4
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 def test_a_graph_follows_the_pool_that_it_was_recorded_with_and_no_other():
     on_gpu = kvlab.load_model("tiny", device="cuda")

@@ -38,11 +38,11 @@ def measure(model: Model, *, prefix: int = 1024, repeats: int = 21) -> dict[str,
     if prefix < _BLOCK or prefix % _BLOCK:
         raise ValueError(f"prefix is {prefix}; expected whole blocks of {_BLOCK}")
     pool = _pool(model, prefix, seed=0)
-    eager_s = _median_s(_attention(model, pool, prefix), repeats)
+    eager_s = _median_s(_attention(model, pool, prefix), model.device, repeats)
     begin = time.perf_counter()
     replay = graph_recorder(model.device)(_attention(model, pool, prefix))
     capture_s = time.perf_counter() - begin
-    replay_s = _median_s(replay, repeats)
+    replay_s = _median_s(replay, model.device, repeats)
     pool.rows.copy_(_pool(model, prefix, seed=1).rows)  # a reload: other bytes at the same addresses
     moved = _pool(model, prefix, seed=2)
     out = replay()
@@ -75,14 +75,14 @@ def _attention(model: Model, pool: BlockPool, prefix: int) -> Callable[[], Tenso
     return lambda: torch.cat([attend_each(query, *pool.read(i, table, prefix), lengths) for i in range(d.layers)])
 
 
-def _median_s(step: Callable[[], object], repeats: int) -> float:
+def _median_s(step: Callable[[], object], device: torch.device, repeats: int) -> float:
     step()
     samples = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         begin = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         samples.append(time.perf_counter() - begin)
     return median(samples)
 
