@@ -17,9 +17,15 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        if not self.points:
+        try:
+            pairs = [(x, y) for x, y in self.points]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"curve points are {self.points!r}; expected [size, value] pairs: ((1.0, 25.0),)"
+            ) from error
+        if not pairs:
             raise ValueError("a curve needs at least one [size, value] point")
-        if any(not (math.isfinite(x) and math.isfinite(y) and x > 0 and y > 0) for x, y in self.points):
+        if any(not (math.isfinite(x) and math.isfinite(y) and x > 0 and y > 0) for x, y in pairs):
             raise ValueError(f"curve points must be positive and finite: {list(self.points)}")
         if any(a[0] >= b[0] for a, b in zip(self.points, self.points[1:], strict=False)):
             raise ValueError(f"curve sizes must increase: {[x for x, _ in self.points]}")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from kvlab.arch import ModelArch, preset_names
 from kvlab.arithmetic import attention_flops, linear_flops
@@ -34,6 +34,8 @@ __all__ = [
 SCHEMA = "kvlab.machine/1"
 Direction = Literal["load", "store"]
 Copy = Literal["request", "block", "layer_block"]
+_DIRECTIONS = frozenset(get_args(Direction))
+_Part = TypeVar("_Part", "Link", "Prefill", "Decode")
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,12 @@ class Machine:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        for tier, directions in self.links.items():
+            if not isinstance(directions, Mapping) or not directions.keys() <= _DIRECTIONS:
+                raise ValueError(f"links[{tier!r}] is {directions!r}; expected a Link for each of load and store")
+            for direction, link in directions.items():
+                if not isinstance(link, Link):
+                    raise ValueError(f"links[{tier!r}][{direction!r}] is {link!r}; expected a Link")
         if not 0 < self.tp_efficiency <= 1:
             raise ValueError(f"tp_efficiency is {self.tp_efficiency!r}; expected a share above 0 and up to 1")
 
@@ -316,23 +324,23 @@ class Machine:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"{where} has schema {found!r}; expected {SCHEMA!r} (write one with `kvlab calibrate`)")
         try:
-            prefill = dict(data["prefill"])
-            for name in ("linear_flops_per_s", "attention_flops_per_s"):
-                prefill[name] = _curve(prefill[name])
+            curves = ("linear_flops_per_s", "attention_flops_per_s")
+            prefill = _read(Prefill, "prefill", data["prefill"], curves)
             links: dict[str, dict[Direction, Link]] = {}
             for tier, directions in data["links"].items():
                 links[tier] = {
-                    direction: _link(f"links.{tier}.{direction}", link) for direction, link in directions.items()
+                    direction: _read(Link, f"links.{tier}.{direction}", link, ("gb_per_s",))
+                    for direction, link in directions.items()
                 }
                 if "load" not in links[tier]:
                     raise KeyError(f"links.{tier}.load")
             return cls(
                 name=str(data["name"]),
-                prefill=Prefill(**prefill),
+                prefill=prefill,
                 links=links,
                 provenance=data.get("provenance", {}),
                 tp_efficiency=data.get("tp_efficiency", 0.85),
-                decode=Decode(**data["decode"]) if data.get("decode") else None,
+                decode=_read(Decode, "decode", data["decode"], ()) if data.get("decode") else None,
             )
         except KeyError as error:
             raise ValueError(f"{where} has no {error.args[0]!r}; the file is incomplete: calibrate again") from error
@@ -383,6 +391,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "str": (lambda value: isinstance(value, str), "text"),
     "Copy": (lambda value: value in get_args(Copy), f"one of {', '.join(get_args(Copy))}"),
+    "Curve": (lambda value: isinstance(value, Curve), "a Curve, as in Curve(((1.0, 25.0),)) for one value at any size"),
 }
 
 
@@ -396,13 +405,25 @@ def _check_fields(part: Link | Prefill | Decode | Machine) -> None:
 
 
 def _curve(points: Any) -> Curve:
-    return Curve(tuple((float(x), float(y)) for x, y in points))
-
-
-def _link(where: str, values: dict[str, Any]) -> Link:
     try:
-        return Link(**{**values, "gb_per_s": _curve(values["gb_per_s"])})
-    except (TypeError, ValueError) as error:
+        return Curve(tuple((float(x), float(y)) for x, y in points))
+    except TypeError as error:
+        raise ValueError(f"curve points are {points!r}; expected [size, value] pairs") from error
+
+
+def _read(kind: type[_Part], where: str, values: Mapping[str, Any], curves: Sequence[str]) -> _Part:
+    """A part of a machine from JSON. Raises KeyError for a field that is missing, ValueError for what is wrong."""
+    known = [one.name for one in fields(kind)]
+    for one in fields(kind):
+        if one.default is MISSING and one.name not in values:
+            raise KeyError(f"{where}.{one.name}")
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{where} has {name!r}; it may have {', '.join(known)}")
+    try:
+        given: dict[str, Any] = {name: _curve(value) if name in curves else value for name, value in values.items()}
+        return kind(**given)
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 

@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class TierPlan:
-    """One tier. `gb_per_s` is the link's rate at the longest prefix's copy size, before ranks share it.
+    """One tier. `gb_per_s` is the link's rate at the longest prefix's copy size, before `ranks_per_link` share it.
 
     `crossings` and `crossover_tokens` (0: reload always wins; None: never for good) hold under the plan's load. They
     are looked for at every length of the plan's grid, then refined to the block; two flips inside one step of the
@@ -74,6 +74,7 @@ class TierPlan:
 
     tier: str
     gb_per_s: float
+    ranks_per_link: int
     spread: float
     source: str
     crossings: tuple[Crossing, ...]
@@ -109,6 +110,7 @@ class Plan:
     growing_bytes_per_token: float
     fixed_bytes: int
     distinct_share: float
+    tp_efficiency: float
     sizes: tuple[Size, ...]
     curve_tokens: tuple[int, ...]
     recompute_curve_s: tuple[float, ...]
@@ -157,6 +159,8 @@ def plan(
     if not machine.links:
         raise ValueError(f"machine {machine.name!r} has no link to any tier; give one, as in --link 50GB/s")
     kv_dtype = kv_dtype_for(checked_arch(arch), kv_dtype, machine.prefill.dtype)
+    if 0 < percentile < 1:  # a share taken for a percentage
+        raise ValueError(f"percentile is {percentile:g}; expected a share in %, from 1 to below 100")
     ask = _Question(arch, machine, suffix, tp, kv_dtype, block_size, wait_quantile(load, percentile))
     lengths, first = sorted(set(prefixes)), next(iter(machine.links))
     ask.verdict(first, lengths[-1])  # refuses what the model or the machine cannot do, before anything else
@@ -184,12 +188,13 @@ def plan(
         growing_bytes_per_token=growing,
         fixed_bytes=fixed,
         distinct_share=kv_bytes(arch, lengths[-1], kv_dtype, 1, block_size) / max(1, sizes[-1].total_bytes),
+        tp_efficiency=machine.tp_efficiency,
         sizes=sizes,
         curve_tokens=tuple(grid),
         recompute_curve_s=tuple(ask.loaded(first, prefix)[1] for prefix in grid),
         recompute_slo_tokens=None if ttft_slo_s is None else _longest(grid, block_size, recompute_in_time),
         tiers=tuple(_tier_plan(ask, tier, lengths, grid, ttft_slo_s) for tier in machine.links),
-        notes=(*arch.notes, *machine.provenance.get("notes", ())),
+        notes=(*arch.notes, *_sharding_notes(arch, tp), *machine.provenance.get("notes", ())),
     )
 
 
@@ -243,6 +248,7 @@ def _tier_plan(
     return TierPlan(
         tier=tier,
         gb_per_s=link.gb_per_s(copy_bytes),
+        ranks_per_link=link.ranks_per_link,
         spread=link.spread,
         source=link.source,
         crossings=tuple(crossings),
@@ -286,6 +292,13 @@ def _row(verdict: Verdict, wait: float) -> Row:
 def _size(arch: ModelArch, prefix: int, kv_dtype: str, tp: int, block_size: int) -> Size:
     rank = kv_bytes(arch, prefix, kv_dtype, tp, block_size)
     return Size(prefix, rank, rank * tp, 2**30 / max(1, rank * tp))
+
+
+def _sharding_notes(arch: ModelArch, tp: int) -> tuple[str, ...]:
+    """KV heads that ranks can neither split nor repeat evenly; vLLM's and SGLang's QKVParallelLinear refuse those."""
+    heads = {part.heads for part, _ in arch.cache_groups if part.heads and not part.fixed_elements}
+    uneven = sorted(count for count in heads if count % tp and tp % count)
+    return tuple(f"{count} KV heads do not divide over {tp} ranks: servers refuse to start so" for count in uneven)
 
 
 def _growing_and_fixed(arch: ModelArch, kv_dtype: str, tp: int, block_size: int) -> tuple[float, int]:

@@ -19,6 +19,7 @@ __all__ = ["SYSTEMS", "Setting", "settings"]
 VLLM = "vLLM 0.33.0"
 LMCACHE = "LMCache 0.5.6"
 SGLANG = "SGLang 0.5.23"
+SGLANG_DTYPE = "SGLang at 0116c606, srt/arg_groups/fields/model.py"
 LLMD_P2P = "llm-d-router, p2psource/README.md at 34698b8a"
 LLMD_COST = "llm-d-router, p2psource/README.md, a later revision"
 LLMD_SELECTIVE = "llm-d-router, selectivekv/README.md at 248dbdf5 (alpha; --allow-experimental-plugins)"
@@ -27,6 +28,8 @@ LLMD_PD = "llm-d-router, prefix_based_pd_decider.go at 00ae0814"
 # vLLM's words for kvlab's KV dtypes (vllm/config/cache.py, CacheDType). Its int8 and int4 add a scale per token and
 # head, which kvlab's int8 does not count, and GGML's formats are not among them.
 _VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8", "nvfp4": "nvfp4"}
+# SGLang's; it has no word for fp16, which "auto" means where the model is in fp16.
+_SGLANG_DTYPES = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,9 @@ def settings(plan: Plan, system: str, conversations: int = 16) -> tuple[Setting,
 
 def _vllm(plan: Plan, conversations: int) -> list[Setting]:
     host, size = _host(plan), plan.sizes[-1]
-    dtype = _VLLM_DTYPES.get(plan.kv_dtype)
     found = [
         Setting("--block-size", plan.block_size, f"{VLLM}, vllm/config/cache.py", "tokens; the plan's block"),
-        Setting(
-            "--kv-cache-dtype",
-            dtype,
-            f"{VLLM}, vllm/config/cache.py",
-            "the plan's KV dtype" if dtype else f"no value means {plan.kv_dtype}: plan with another --kv-dtype",
-        ),
+        _dtype(plan, _VLLM_DTYPES, f"{VLLM}, vllm/config/cache.py"),
     ]
     seen = f"{VLLM}, vllm/config/cache.py and vllm/engine/arg_utils.py"
     if not _ever(host):
@@ -152,7 +149,10 @@ def _lmcache(plan: Plan, conversations: int) -> list[Setting]:
 def _sglang(plan: Plan, conversations: int) -> list[Setting]:
     host, size = _host(plan), plan.sizes[-1]
     memory = f"{SGLANG}, srt/arg_groups/fields/memory.py"
-    found = [Setting("--page-size", plan.block_size, memory, "tokens; the plan's block (the default is 1)")]
+    found = [
+        Setting("--page-size", plan.block_size, memory, "tokens; the plan's block (the default is 1)"),
+        _dtype(plan, _SGLANG_DTYPES, SGLANG_DTYPE),
+    ]
     if not _ever(host):
         found.append(Setting("--enable-hierarchical-cache", None, memory, f"leave it off: {_never(host)}"))
         return found
@@ -253,6 +253,12 @@ _SYSTEMS: dict[str, Callable[[Plan, int], list[Setting]]] = {
     "llm-d": _llm_d,
 }
 SYSTEMS = tuple(_SYSTEMS)
+
+
+def _dtype(plan: Plan, words: dict[str, str], seen: str) -> Setting:
+    word = words.get(plan.kv_dtype)
+    note = "the plan's KV dtype" if word else f"no value means {plan.kv_dtype}: plan with another --kv-dtype"
+    return Setting("--kv-cache-dtype", word, seen, note)
 
 
 def _named(plan: Plan, name: str) -> TierPlan | None:

@@ -64,7 +64,7 @@ def parse_bandwidth_gb_per_s(text: str) -> float:
     number, unit = _split(text, "a bandwidth", "1Gb/s (bits) or 0.125GB/s (bytes)")
     amount, slash, per = unit.partition("/")
     if slash != "/" or per != "s" or (amount not in _BITS and amount not in _BYTES):
-        raise ValueError(f"bandwidth {text!r} needs a unit: write 1Gb/s (bits) or 0.125GB/s (bytes)")
+        raise ValueError(f"bandwidth {text!r} needs a unit: write {number:g}Gb/s (bits) or {number:g}GB/s (bytes)")
     bytes_per_s = number * (_BITS[amount] / 8 if amount in _BITS else _BYTES[amount])
     if bytes_per_s <= 0:
         raise ValueError(f"bandwidth {text!r} is not positive; a link that carries nothing cannot be priced")

@@ -197,6 +197,9 @@ class Verdict:
         link, total = self.machine.link(self.tier), self.prefix + self.suffix
         kept, prefill = self.reload_tokens, self.machine.prefill
         blocks = kept // self.block_size
+        users = min(self.tp, link.ranks_per_link)
+        shared = f" × share {self.link_share:g}" if self.link_share < 1 else ""
+        shared += f" ÷ {users} ranks" if users > 1 else ""
         ranks = f" on each of {self.tp} ranks" if self.tp > 1 else ""
         lines = [
             f"{self.arch.name} on {self.machine.name}: prefix {self.prefix} + suffix {self.suffix} tokens,"
@@ -208,8 +211,13 @@ class Verdict:
             copying = self.kv_bytes, blocks, len(self.arch.layers)
             copy_bytes = link.copy_bytes(*copying)
             rate = link.rate_gb_per_s(copy_bytes, self.link_share, self.tp)
+            lines.append(
+                f"reload   {kept} tokens = {blocks} blocks of {self.block_size} = {format_bytes(self.kv_bytes)}{ranks}"
+            )
+            if shared:
+                whole = format_gb_per_s(link.gb_per_s(copy_bytes))
+                lines.append(f"  link      {whole}{shared} = {format_gb_per_s(rate)}")
             lines += [
-                f"reload   {kept} tokens = {blocks} blocks of {self.block_size} = {format_bytes(self.kv_bytes)}{ranks}",
                 f"  wait      {self.queued_bytes} B queued ahead ÷ {format_gb_per_s(rate)} = {format_s(self.wait_s)}",
                 f"  software  {format_s(link.per_request_s)} per request"
                 f" + {blocks} × {format_s(link.per_block_s)} per block"
@@ -233,11 +241,17 @@ class Verdict:
                 f" {format_s(self.cost_reload_s)}, recompute costs {format_s(self.cost_recompute_s)}"
             )
         lines += [
-            f"the two tie at a link of {format_gb_per_s(self.break_even_gb_per_s)}",
+            self._tie(shared),
             f"spread of the difference {format_s(self.spread_s)}",
             self.reason,
         ]
         return "\n".join(lines)
+
+    def _tie(self, shared: str) -> str:
+        if math.isinf(self.break_even_gb_per_s):
+            return "no link speed makes the two tie"
+        before = " (before share and ranks)" if shared else ""
+        return f"the two tie at a link of {format_gb_per_s(self.break_even_gb_per_s)}{before}"
 
     def _overlap_lines(self) -> list[str]:
         hidden_s = self.wait_s + self.reload_s + self.suffix_s - self.ttft_reload_s
@@ -262,10 +276,11 @@ class Verdict:
     def _prefill_lines(self, title: str, start: int, stop: int) -> list[str]:
         prefill, speedup = self.machine.prefill, self.machine.speedup(self.tp)
         passes, linear, linear_s, attention, attention_s, head_s = prefill.terms(self.arch, start, stop)
-        flops = (
-            f"{_term(linear, 'linear', linear_s)} + {_term(attention, 'attention', attention_s)}"
-            f" + {_term(2 * self.arch.head_macs, 'head', head_s)}"
-        )
+        head = 2 * self.arch.head_macs
+        terms = (linear, "linear", linear_s), (attention, "attention", attention_s), (head, "head", head_s)
+        fast = any(seconds and flops / seconds >= 1e12 for flops, _, seconds in terms)
+        unit = (1e12, "TFLOP") if fast else (1e9, "GFLOP")
+        flops = " + ".join(_term(*term, *unit) for term in terms)
         if self.tp > 1:
             flops = f"({flops}) ÷ {speedup:.4g} for {self.tp} ranks"
         seconds = format_s(prefill.seconds(self.arch, start, stop, speedup))
@@ -276,9 +291,9 @@ class Verdict:
         ]
 
 
-def _term(flops: int, kind: str, seconds: float) -> str:
-    rate = f" ÷ {flops / seconds / 1e9:.4g} GFLOP/s" if seconds else ""
-    return f"{flops / 1e9:.4g} {kind} GFLOP{rate}"
+def _term(flops: int, kind: str, seconds: float, size: float, unit: str) -> str:
+    rate = f" ÷ {flops / seconds / size:.4g} {unit}/s" if seconds else ""
+    return f"{flops / size:.4g} {kind} {unit}{rate}"
 
 
 def _speed(total_bytes: float, seconds: float) -> float:

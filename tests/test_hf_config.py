@@ -459,3 +459,25 @@ class TestFiles:
         arch = _arch("DeepSeek-V3")
         assert len(arch.layers) == 61
         assert any("num_nextn_predict_layers = 1" in note for note in arch.notes)
+
+    def test_a_folder_that_is_no_hub_id_is_not_sent_to_the_hub(self, tmp_path):
+        for path in (tmp_path, tmp_path / "deeper", "no/such/folder"):
+            with pytest.raises(FileNotFoundError, match=r"expected a config\.json or a folder that holds one$"):
+                ModelArch.from_hf(path)
+
+    def test_the_longest_sequence_that_a_published_config_leaves_out_is_its_class_s(self):
+        """transformers 5.24: Gemma3TextConfig says 131,072 and FalconConfig 2,048. ALiBi models do state none."""
+        assert _arch("gemma-3-27b-it").max_positions == _arch("gemma-3-27b-it-with-layer_types").max_positions == 131072
+        assert _arch("falcon-40b").max_positions == 2048
+        stated = {"model_type": "falcon", "n_positions": 512, "hidden_size": 64, "num_attention_heads": 4}
+        assert ModelArch.from_hf({**stated, "num_hidden_layers": 2, "vocab_size": 99}).max_positions == 512
+        assert _arch("SHRUNK-baichuan").max_positions == 2**63 - 1
+
+    def test_a_type_that_nobody_checked_says_so(self):
+        fields = json.loads((CONFIGS / "Meta-Llama-3-8B-Instruct.json").read_text(encoding="utf-8"))
+        (note,) = ModelArch.from_hf({**fields, "model_type": "llama5"}).notes
+        assert note == "model_type 'llama5' is not one that kvlab was checked against: read by its fields alone"
+
+    @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+    def test_a_published_config_is_of_a_type_that_was_checked(self, path):
+        assert not any("checked against" in note for note in ModelArch.from_hf(path).notes)

@@ -351,3 +351,44 @@ def test_an_estimated_prefill_is_labelled_and_wide(name):
     assert machine.provenance["numbers"]["prefill.linear_flops_per_s"]["basis"] == "estimate"
     assert machine.prefill.spread >= 0.3
     assert machine.extrapolated(ModelArch.preset("llama-3.1-8b")), "nothing was measured on this machine"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Link(25.0), r"gb_per_s is 25\.0; expected a Curve, as in Curve\(\(\(1\.0, 25\.0\),\)\) for one"),
+        (lambda: Prefill(0.0, 4e14, Curve(((1.0, 4e14),)), "mine"), r"linear_flops_per_s is 4.*expected a Curve"),
+        (lambda: Curve((1.0, 25.0)), r"curve points are \(1\.0, 25\.0\); expected \[size, value\] pairs"),
+        (lambda: Curve(25.0), r"curve points are 25\.0; expected \[size, value\] pairs"),
+        (lambda: a_machine().with_link("nas", 25.0), r"links\['nas'\]\['load'\] is 25\.0; expected a Link"),
+        (
+            lambda: a_machine(links={"nas": a_machine().link("slow")}),
+            r"links\['nas'\] is Link.*expected a Link for each",
+        ),
+        (lambda: a_machine(links={"nas": {"laod": a_machine().link("slow")}}), "expected a Link for each of load and"),
+    ],
+)
+def test_a_machine_built_by_hand_of_other_things_is_refused_where_it_is_built(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda d: d["links"]["host"]["load"].pop("gb_per_s"), "has no 'links.host.load.gb_per_s'"),
+        (lambda d: d["prefill"].pop("linear_flops_per_s"), "has no 'prefill.linear_flops_per_s'"),
+        (lambda d: d["prefill"].pop("calibrated_on"), "has no 'prefill.calibrated_on'"),
+        (lambda d: d["links"]["host"]["load"].update(gb_per_s=25), r"links\.host\.load: curve points are 25; exp"),
+        (
+            lambda d: d["links"]["host"]["load"].update(latency_s=1),
+            "links.host.load has 'latency_s'; it may have gb_per",
+        ),
+        (lambda d: d["prefill"].update(tflops=1), "prefill has 'tflops'; it may have per_chunk_s"),
+    ],
+)
+def test_a_file_says_where_it_is_wrong(break_it, message):
+    data = json.loads(json.dumps(a_machine().to_dict()))
+    break_it(data)
+    with pytest.raises(ValueError, match=message):
+        Machine.from_dict(data, "m.json")

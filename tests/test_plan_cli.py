@@ -84,7 +84,7 @@ def test_two_numbers_make_a_machine(kvlab_plan):
     data = json.loads(text)
     assert code == 0
     assert data["machine_kind"] == "estimate"
-    assert {tier["tier"]: tier["gb_per_s"] for tier in data["tiers"]} == {"link 50.0 GB/s": 50, "link 1.00 GB/s": 1}
+    assert {tier["tier"]: tier["gb_per_s"] for tier in data["tiers"]} == {"link 400Gb/s": 50, "link 1GB/s": 1}
     row = data["tiers"][0]["rows"][0]
     assert row["transfer_s"] == pytest.approx(8000 * 131072 / 50e9)
     assert "50% of the peak" in data["prefill_source"]
@@ -93,6 +93,39 @@ def test_two_numbers_make_a_machine(kvlab_plan):
 def test_a_link_may_be_added_to_a_machine(kvlab_plan):
     _, text, _ = kvlab_plan(*H100, "--link", "2GB/s", "--json")
     assert [tier["tier"] for tier in json.loads(text)["tiers"]][-1] == "link"
+
+
+def test_links_of_nearly_one_rate_are_two_tiers(kvlab_plan):
+    _, text, _ = kvlab_plan(*H100, "--link", "50GB/s", "--link", "50.01GB/s", "--prefix", "8k", "--json")
+    assert [tier["gb_per_s"] for tier in json.loads(text)["tiers"]][-2:] == [50, 50.01]
+
+
+def test_with_ranks_it_says_what_they_share_and_how_fast_they_are_together(kvlab_plan):
+    code, text, _ = kvlab_plan(*H100, "--tp", "8", "--prefix", "32k")
+    text = " ".join(text.split())
+    assert code == 0
+    assert "8 ranks compute like 6.8 (an efficiency of 0.85)" in text
+    shared = "of one link that 8 ranks share on disk, net-100g, tcp"
+    assert f"rate and ties at: for each rank on host, net-400g; {shared}" in text
+    assert "KV heads do not divide" not in text
+    _, text, _ = kvlab_plan(*H100, "--prefix", "32k")
+    assert "ranks" not in text.partition("Where the numbers")[0].replace("per rank", "")
+
+
+def test_heads_that_do_not_divide_over_the_ranks_are_pointed_out(kvlab_plan):
+    code, text, _ = kvlab_plan(*H100, "--tp", "3", "--prefix", "8k")
+    assert code == 0
+    assert "8 KV heads do not divide over 3 ranks: servers refuse to start so" in " ".join(text.split())
+    _, text, _ = kvlab_plan(*H100, "--tp", "16", "--prefix", "8k")
+    assert "do not divide" not in text, "each head on two ranks is what servers do"
+
+
+def test_what_a_store_is_charged_with_is_said(kvlab_plan):
+    _, text, _ = kvlab_plan(*H100, "--prefix", "32k")
+    text = " ".join(text.split())
+    assert "Storing 32,000 tokens pays" in text
+    assert "store takes chance of return pause tier" in text
+    assert "charged with every second that it keeps the link" in text
 
 
 def test_a_chart_is_written(kvlab_plan, tmp_path):
@@ -128,7 +161,7 @@ def test_the_chart_labels_every_way_and_has_no_markers():
         (("--model", "llama-3.1-8b", "--peak", "1TFLOP/s"), "--peak needs at least one --link"),
         (("--model", "llama-3.1-8b", "--peak", "989TFLOPS", "--link", "1GB/s"), "needs a unit: one of GFLOP/s"),
         (("--model", "llama-3.1-8b", "--peak", "1TFLOP/s", "--mfu", "2", "--link", "1GB/s"), "--mfu is 2"),
-        ((*H100, "--link", "50"), "write 1Gb/s (bits) or 0.125GB/s (bytes)"),
+        ((*H100, "--link", "50"), "write 50Gb/s (bits) or 50GB/s (bytes)"),
         (("--model", "llama-3.1-8b", "--machine", "abacus"), "published profiles: a100-sxm-pcie4"),
         (("--model", "llama-3.1-8b", "--machine", "no-such.json"), "no machine file at no-such.json"),
         (("--model", "gpt-9", "--machine", "h100-sxm-pcie5"), "unknown model 'gpt-9'; expected a config.json"),
@@ -140,6 +173,7 @@ def test_the_chart_labels_every_way_and_has_no_markers():
         ((*H100, "--tp", "0"), "tp is 0; expected an integer of at least 1"),
         ((*H100, "--load", "1"), "load is 1"),
         ((*H100, "--percentile", "100"), "percentile is 100"),
+        ((*H100, "--percentile", "0.99"), "percentile is 0.99; expected a share in %, from 1 to below 100"),
         ((*H100, "--ttft-slo", "fast"), "'fast' is not a time"),
         ((*H100, "--ttft-slo", "0.5"), "needs a unit: one of"),
         ((*H100, "--settings", "tgi"), "known systems: vllm, lmcache, sglang, llm-d"),

@@ -34,6 +34,7 @@ OPTIONS = {
     },
     "sglang": {
         "--page-size": "SGLang 0.5.23",
+        "--kv-cache-dtype": "SGLang at 0116c606",
         "--enable-hierarchical-cache": "SGLang 0.5.23",
         "--hicache-size": "SGLang 0.5.23",
         "--hicache-storage-backend-extra-config": "SGLang 0.5.23",
@@ -185,6 +186,13 @@ def test_a_dtype_that_vllm_does_not_have_is_not_renamed():
     assert values(plan(LLAMA, H100, prefixes=[1000], kv_dtype="fp8"), "vllm")["--kv-cache-dtype"] == "fp8"
     setting = settings(plan(LLAMA, H100, prefixes=[1000], kv_dtype="q8_0"), "vllm")[1]
     assert setting.value is None
+    assert "q8_0" in setting.note
+
+
+def test_sglang_is_told_the_dtype_that_its_room_was_counted_in():
+    for kv_dtype, value in (("bf16", "bfloat16"), ("fp8", "fp8_e4m3"), ("nvfp4", "nvfp4"), ("q8_0", None)):
+        setting = settings(plan(LLAMA, H100, prefixes=[1000], kv_dtype=kv_dtype), "sglang")[1]
+        assert (setting.option, setting.value) == ("--kv-cache-dtype", value)
     assert "q8_0" in setting.note
 
 

@@ -70,6 +70,27 @@ def test_json_has_the_promised_keys(kvlab_simulate):
         assert isinstance(report["unstable"], bool)
 
 
+def test_words_that_a_table_needs_are_said_below_it(kvlab_simulate):
+    _, text, _ = kvlab_simulate("mooncake-1k", *H100, "--requests", "20", "--rate", "0.2")
+    text = " ".join(text.split())
+    assert "regret: seconds that choices cost beyond the oracle's, summed over all 20 requests" in text
+    assert "threshold: reload from 256 tokens up" in text
+    _, text, _ = kvlab_simulate("mooncake-1k", *H100, "--requests", "20", "--policy", "reload,threshold:1024")
+    assert "tokens up" not in text, "its name says it"
+
+
+def test_a_record_says_what_was_simulated(kvlab_simulate):
+    arguments = ("--host", "2GiB", "--requests", "20", "--rate", "0.5", "--policy", "reload", "--seed", "3")
+    _, text, _ = kvlab_simulate("mooncake-1k", *H100, *arguments, "--truth", "10%", "--json")
+    data = json.loads(text)
+    expected = {
+        "pool_bytes": 30 * 2**30, "host_bytes": 2 * 2**30, "disk_bytes": 0, "kv_dtype": "bf16", "block_size": 512,
+        "token_budget": 8192, "max_running": 256, "router": "prefix", "shared_disk": False, "rate": 0.5, "truth": 0.1,
+        "seed": 3, "memory_gb_per_s": 3350,
+    }  # fmt: skip
+    assert data["parameters"] == pytest.approx(expected)
+
+
 def test_a_cache_is_taken_to_hold_what_the_machine_was_measured_in(kvlab_simulate, tmp_path):
     machine = Machine.load("h100-sxm-pcie5").to_dict()
     machine["prefill"]["dtype"] = "fp32"
@@ -141,7 +162,7 @@ BAD = {
     "a host too small": (["mooncake-1k", "--host", "1MiB"], "the host tier holds 0 blocks"),
     "a memory without unit": (["mooncake-1k", "--memory-bandwidth", "3350"], "needs a unit"),
     "half a request": (["mooncake-1k", "--requests", "0.5"], "--requests"),
-    "nothing runs": (["mooncake-1k", "--max-running", "0"], "max_running 0"),
+    "nothing runs": (["mooncake-1k", "--max-running", "0"], "max_running is 0"),
 }
 
 

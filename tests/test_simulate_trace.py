@@ -164,3 +164,17 @@ def test_a_bad_row_is_an_error_with_its_number_or_ends_its_session(agents, row, 
 def test_other_columns_are_no_agents(agents):
     with pytest.raises(ValueError, match="line 1: columns when, what; expected session, gap_s, input_tokens"):
         read_trace(agents("1,2", header="when,what"), skip_bad=True)
+
+
+def test_a_spreadsheet_s_mark_and_spaces_behind_commas_change_nothing(tmp_path, agents):
+    plain = read_trace(agents("a,0,2000,10,coder,2000", "a,30,100,20,,")).sessions
+    path = tmp_path / "saved.csv"
+    path.write_text(
+        "\ufeffsession, gap_s, input_tokens, output_tokens, prefix, prefix_tokens\n"
+        "a, 0, 2000, 10, coder, 2000\na, 30, 100, 20, , \n",
+        encoding="utf-8",
+    )
+    assert read_trace(path).sessions == plain
+    path = tmp_path / "saved.jsonl"
+    path.write_text("\ufeff" + json.dumps(request()), encoding="utf-8")
+    assert read_trace(path).requests == 1

@@ -30,6 +30,12 @@ def test_a_bandwidth_without_a_clear_unit_is_refused(text):
         units.parse_bandwidth_gb_per_s(text)
 
 
+@pytest.mark.parametrize("text", ["25Gbps", "25GBps", "25", "25Gbit/s"])
+def test_a_refused_bandwidth_is_shown_as_it_would_be_read(text):
+    with pytest.raises(ValueError, match=r"write 25Gb/s \(bits\) or 25GB/s \(bytes\)"):
+        units.parse_bandwidth_gb_per_s(text)
+
+
 def test_a_link_that_carries_nothing_is_refused():
     with pytest.raises(ValueError, match="not positive"):
         units.parse_bandwidth_gb_per_s("0Gb/s")

@@ -329,6 +329,28 @@ def test_explain_shows_numbers_that_add_up_by_hand():
     assert text.splitlines()[-1].startswith(("reload: ", "recompute: "))
 
 
+def test_explain_writes_large_rates_in_tflop_and_says_what_ranks_share():
+    h100 = Machine.load("h100-sxm-pcie5")
+    llama = ModelArch.preset("llama-3.1-8b")
+    text = decide(llama, h100, prefix=8192, suffix=64, tier="disk", tp=8, link_share=0.5).explain()
+    # 2 × 6.979e9 weights × 8,256 tokens ÷ 1e12; 2 × 2 × 32 heads × 128 × 32 layers × 8,256 × 8,257 ÷ 2 pairs.
+    assert "115.2 linear TFLOP ÷ 644 TFLOP/s + 17.87 attention TFLOP ÷ 519 TFLOP/s" in text
+    assert "e+" not in text
+    (link,) = (line for line in text.splitlines() if line.startswith("  link "))
+    assert link.split(None, 1)[1] == "4.48 GB/s (35.8 Gb/s) × share 0.5 ÷ 8 ranks = 280 MB/s (2.24 Gb/s)"
+    assert "the two tie at a link of" in text
+    assert "(before share and ranks)" in text
+    alone = decide(llama, h100, prefix=8192, suffix=64, tier="disk").explain()
+    assert "  link " not in alone
+    assert "before share" not in alone
+
+
+def test_explain_without_a_block_to_reload_speaks_of_no_link():
+    text = decide(TINY, machine(), prefix=8, suffix=16).explain()
+    assert "infinite" not in text
+    assert "no link speed makes the two tie" in text
+
+
 UNITS_S = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 
 
@@ -340,7 +362,7 @@ def added_by_hand(line):
     """The sum of a prefill line's printed terms, and what is printed as their sum."""
     passes = int(re.search(r": (\d+) ×", line)[1])
     fixed_s, total_s = seconds_in(line)
-    terms = re.findall(r"([\d.e+-]+) \w+ GFLOP(?: ÷ ([\d.e+-]+) GFLOP/s)?", line)
+    terms = [(a, b) for a, _, b in re.findall(r"([\d.e-]+) \w+ ([GT])FLOP(?: ÷ ([\d.e-]+) \2FLOP/s)?", line)]
     assert len(terms) == 3
     ranks = re.search(r"÷ ([\d.]+) for \d+ ranks", line)
     flops_s = sum(float(flops) / float(rate) for flops, rate in terms if rate)

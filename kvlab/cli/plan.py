@@ -14,7 +14,7 @@ import typer
 from kvlab.cli import plan_report
 from kvlab.cli.console import positive_count
 from kvlab.hub import hub_folder
-from kvlab.units import format_gb_per_s, parse_bandwidth_gb_per_s, parse_flops_per_s, parse_s
+from kvlab.units import parse_bandwidth_gb_per_s, parse_flops_per_s, parse_s
 
 if TYPE_CHECKING:
     from kvlab.arch import ModelArch
@@ -110,16 +110,16 @@ def _find_machine(machine: str | None, peak: str | None, mfu: float, links: Sequ
 
     if (machine is None) == (peak is None):
         raise ValueError("give either --machine NAME|FILE, or --peak 989TFLOP/s with --link 50GB/s")
-    rates = [parse_bandwidth_gb_per_s(link) for link in links]
+    rates = {link: parse_bandwidth_gb_per_s(link) for link in links}
     if machine is not None:
         found = Machine.load(machine)
     else:
         if not rates:
             raise ValueError("--peak needs at least one --link, as in --link 50GB/s or --link 400Gb/s")
         found = _from_peak(parse_flops_per_s(str(peak)), mfu)
-    for gb_per_s in rates:
+    for text, gb_per_s in rates.items():
         given = Link(Curve(((1.0, gb_per_s),)), spread=0.0, source="given with --link, taken as achieved at any size")
-        name = "link" if len(rates) == 1 else f"link {format_gb_per_s(gb_per_s).split(' (')[0]}"
+        name = "link" if len(rates) == 1 else f"link {text}"
         found = found.with_link(name, given, given)
     return found
 

@@ -85,7 +85,7 @@ def _show_tiers(plan: Plan) -> None:
         ["rate", "reload wins", "ties at", "best split", "saves"],
         ["tier"],
     )
-    stores = narrow_table(f"Storing {last:,} tokens pays", ["taking", "if the return is", "and the pause"], ["tier"])
+    stores = narrow_table(f"Storing {last:,} tokens pays", ["store takes", "chance of return", "pause"], ["tier"])
     for tier in plan.tiers:
         row = tier.rows[-1]
         shown.add_row(
@@ -106,6 +106,8 @@ def _show_tiers(plan: Plan) -> None:
                 tier.tier,
             )
     out.print(shown)
+    if plan.tp > 1:
+        say(_whose_rates(plan))
     say("best split: recompute the head up to there while the rest loads")
     for tier in plan.tiers:
         if len(tier.crossings) > 1:
@@ -113,6 +115,18 @@ def _show_tiers(plan: Plan) -> None:
             say(f"{tier.tier} flips more than once: {flips}")
     if stores.row_count:
         out.print(stores)
+        say("a store is charged with every second that it keeps the link, since others may wait for it")
+
+
+def _whose_rates(plan: Plan) -> str:
+    tiers: dict[int, list[str]] = {}
+    for tier in plan.tiers:
+        tiers.setdefault(min(plan.tp, tier.ranks_per_link), []).append(tier.tier)
+    parts = []
+    for ranks, names in sorted(tiers.items()):
+        whose = "for each rank" if ranks == 1 else f"of one link that {ranks} ranks share"
+        parts.append(f"{whose} on {', '.join(names)}")
+    return f"rate and ties at: {'; '.join(parts)}"
 
 
 def _wins(tier: TierPlan) -> str:
@@ -139,8 +153,11 @@ def _show_sources(plan: Plan) -> None:
     out.print("\nWhere the numbers come from", style="bold")
     say(f"prefill ±{plan.prefill_spread:.0%}")
     _indent(plan.prefill_source or "no source given")
+    if plan.tp > 1:
+        together = f"{plan.tp * plan.tp_efficiency:.3g} (an efficiency of {plan.tp_efficiency:g})"
+        _indent(f"{plan.tp} ranks compute like {together}")
     if plan.extrapolated_from:
-        _indent(f"extrapolated to {plan.model}: the rates were measured on {plan.extrapolated_from}")
+        _indent(f"extrapolated to {plan.model}: rates and ± were measured on {plan.extrapolated_from}")
     for source, names in _by_source(plan):
         say(names)
         _indent(source)

@@ -53,7 +53,10 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Write a chart to this file (.png).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Replay a request trace under reload, recompute, a threshold, kvlab's verdict and an oracle."""
+    """Replay a request trace under reload, recompute, a threshold, kvlab's verdict and an oracle.
+
+    Each replica is one accelerator that holds the whole model.
+    """
     from kvlab import simulate as simulation
     from kvlab.arithmetic import kv_dtype_for
     from kvlab.machine import Machine
@@ -81,7 +84,8 @@ def simulate(
     )
     names = list(simulation.POLICIES) if policy == "all" else policy.split(",")
     reports = simulation.simulate(read, cluster, names, progress(quiet=as_json))
-    result = _result(read, cluster, reports)
+    given = {"rate": rate, "truth": _share(truth), "seed": seed}
+    result = _result(read, cluster, reports, given)
     if plot is not None:
         _draw(result, plot)
     if as_json:
@@ -109,7 +113,24 @@ def _share(text: str) -> float:
     return share
 
 
-def _result(trace: Trace, cluster: Cluster, reports: Mapping[str, PolicyReport]) -> dict[str, Any]:
+# What of a cluster a record keeps; its model and machine are named beside them.
+_PARAMETERS = (
+    "pool_bytes",
+    "host_bytes",
+    "disk_bytes",
+    "kv_dtype",
+    "block_size",
+    "token_budget",
+    "max_running",
+    "router",
+    "shared_disk",
+    "memory_gb_per_s",
+)
+
+
+def _result(
+    trace: Trace, cluster: Cluster, reports: Mapping[str, PolicyReport], given: Mapping[str, Any]
+) -> dict[str, Any]:
     return {
         "schema": "kvlab.simulate/1",
         "trace": trace.name,
@@ -118,6 +139,7 @@ def _result(trace: Trace, cluster: Cluster, reports: Mapping[str, PolicyReport])
         "model": cluster.arch.name,
         "machine": cluster.machine.name,
         "replicas": cluster.replicas,
+        "parameters": {**{name: getattr(cluster, name) for name in _PARAMETERS}, **given},
         "policies": {name: made.to_dict() for name, made in reports.items()},
     }
 

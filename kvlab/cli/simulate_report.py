@@ -46,6 +46,8 @@ def show(trace: Trace, cluster: Cluster, reports: Mapping[str, PolicyReport]) ->
 
 
 def _show_times(reports: Mapping[str, PolicyReport]) -> None:
+    from kvlab.simulate.judging import THRESHOLD_TOKENS
+
     shown = narrow_table(
         "Time to first token", ["mean", "half", "90 %", "99 %", "regret", "out tok/s"], ["policy", "state"]
     )
@@ -54,6 +56,10 @@ def _show_times(reports: Mapping[str, PolicyReport]) -> None:
         state = "unstable" if report.unstable else ""
         shown.add_row(*map(format_s, times), f"{report.output_tokens_per_s:,.0f}", name, state)
     out.print(shown)
+    requests = next(iter(reports.values())).requests
+    say(f"regret: seconds that choices cost beyond the oracle's, summed over all {requests:,} requests")
+    if "threshold" in reports:
+        say(f"threshold: reload from {THRESHOLD_TOKENS} tokens up (threshold:TOKENS for another)")
 
 
 def _show_tokens(reports: Mapping[str, PolicyReport]) -> None:

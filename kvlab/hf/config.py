@@ -14,7 +14,16 @@ from typing import Any
 from kvlab.hf.ffn import is_gated, needs_activation_rule
 from kvlab.hf.fields import Fields, check_finite
 from kvlab.hf.layers import read_layers
-from kvlab.hf.rules import CLASS_DEFAULTS, DECODER_FAMILY, ENCODER_TYPES, NESTED, POSITION_KEYS, UNGATED, UNKNOWN_STATE
+from kvlab.hf.rules import (
+    CHECKED,
+    CLASS_DEFAULTS,
+    DECODER_FAMILY,
+    ENCODER_TYPES,
+    NESTED,
+    POSITION_KEYS,
+    UNGATED,
+    UNKNOWN_STATE,
+)
 from kvlab.layers import Decoder, Layer
 
 __all__ = ["read"]
@@ -73,7 +82,7 @@ def _load(path: Path) -> tuple[str, dict[str, Any]]:
     if not file.is_file():
         # A hub id looks like a folder, and nothing here asks the hub.
         ask = f"; kvlab.hub.hub_folder('{path.as_posix()}', ['config.json']) asks the hub"
-        hub = "" if path.suffix == ".json" else ask
+        hub = ask if len(path.parts) == 2 and not path.is_absolute() and path.suffix != ".json" else ""
         raise FileNotFoundError(f"no model config at {file}; expected a config.json or a folder that holds one{hub}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -122,7 +131,7 @@ def _max_positions(f: Fields) -> int:
     for key in POSITION_KEYS:
         if f.get(key) is not None:
             return f.size(key)
-    return int(DECODER_FAMILY.get(f.model_type, {}).get("positions", _NO_LIMIT))
+    return f.size(POSITION_KEYS[0], int(DECODER_FAMILY.get(f.model_type, {}).get("positions", _NO_LIMIT)))
 
 
 def _kv_dtype(outer: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
@@ -215,6 +224,8 @@ def _rope(f: Fields) -> tuple[float, tuple[tuple[str, Any], ...]] | None:
 def _notes(f: Fields, layers: tuple[Layer, ...]) -> list[str]:
     """What the counts assume, in words: shown by the faces, never computed with."""
     notes = []
+    if f.model_type not in CHECKED:
+        notes.append(f"model_type {f.model_type!r} is not one that kvlab was checked against: read by its fields alone")
     if f.count("draft_layers"):
         key, value = f.find("draft_layers")
         notes.append(f"{key} = {value}: draft (MTP) layers are not counted")

@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = [
     "ALIASES",
+    "CHECKED",
     "DECODER_FAMILY",
     "ENCODER_TYPES",
     "GATED_QUERY",
@@ -95,7 +96,14 @@ ALIASES: dict[str, tuple[str, ...]] = {
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
-_GEMMA3 = {**_GEMMA, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096, "vocab_size": 262208}
+_GEMMA3 = {
+    **_GEMMA,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+}
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
 _TIED = {"tie_word_embeddings": True}
 
@@ -115,7 +123,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"num_key_value_heads": 4, **_TIED},
     "exaone4": {"sliding_window": 4096, "num_key_value_heads": 32},
     "exaone_moe": {"sliding_window": 4096, "num_key_value_heads": 32},
-    "falcon": _TIED,
+    "falcon": {**_TIED, "max_position_embeddings": 2048},
     "falcon_h1": {"num_key_value_heads": 8},
     "falcon_mamba": _TIED,
     "gemma": {**_GEMMA, "num_key_value_heads": 16},
@@ -311,6 +319,14 @@ DECODER_FAMILY: dict[str, dict[str, Any]] = {
     "qwen2": {"bias": "qkv", "mlp_bias": False, "qk_norm": False, "positions": 32768},
     "qwen3": {"bias": "field", "mlp_bias": False, "qk_norm": True, "positions": 32768},
 }
+
+# Types without a rule that were read right all the same: against published configs, or transformers' own tensors.
+_BY_FIELDS = """
+baichuan chatglm dbrx deepseek_v2 exaone glm_moe_dsa granite granitemoehybrid granitemoeshared hunyuan_v1_dense
+hunyuan_v1_moe internlm2 jetmoe kimi_k2 llava mimo mimo_v2 mimo_v2_flash olmo2 olmo_hybrid olmoe phi3 phi3small phi4mm
+qwen qwen2_5_vl qwen2_vl zamba
+"""
+CHECKED = frozenset([*_BY_FIELDS.split(), *CLASS_DEFAULTS, *DECODER_FAMILY, *UNGATED])
 
 
 def class_defaults(model_type: str) -> Mapping[str, Any]:

@@ -115,7 +115,7 @@ def read_trace(source: str | Path, *, skip_bad: bool = False, limit: int | None 
     path = Path(source)
     if path.suffix not in (".jsonl", ".csv"):
         raise ValueError(f"trace {str(source)!r} is neither a .jsonl or .csv file nor {SAMPLE}")
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a mark first
         try:
             return _build(path.name, _mooncake if path.suffix == ".jsonl" else _agents, file, skip_bad, limit)
         except UnicodeDecodeError as error:
@@ -245,7 +245,7 @@ class _Agent:
 
 
 def _agents(lines: Iterable[str], state: _Lines) -> Iterator[Session]:
-    rows = csv.DictReader(lines)
+    rows = csv.DictReader(lines, skipinitialspace=True)
     columns = rows.fieldnames or []
     if not set(_TURN_COLUMNS) <= set(columns) <= {*_TURN_COLUMNS, *_PREFIX_COLUMNS}:
         raise ValueError(
