@@ -168,3 +168,65 @@ def test_a_committed_notebook_was_run_top_to_bottom_and_is_clean(path):
             assert output.output_type != "error", f"{cell.id} failed"
             assert output.get("name") != "stderr", f"{cell.id} warned"
             assert "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
+
+
+BITS, ONE_OFF, TEXT = "bits and bytes", "One too many", "expected a number"
+JOINED = ("|", ",", ":", "-", ";", "_", "/", " ", "\n", "=")
+
+
+def without_name(fields):
+    return sorted((key, str(value)) for key, value in fields.items() if key != "adapter_name")
+
+
+def one_late(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), -2) + 1
+
+
+def gaps_counted(src, dst):
+    runs = []
+    for a, b in sorted(zip(src, dst, strict=True)):
+        if runs and a - runs[-1][0] == b - runs[-1][1]:
+            runs[-1][2] = a - runs[-1][0] + 1
+        else:
+            runs.append([a, b, 1])
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "says"),
+    [
+        ("break_even_gb_per_s", lambda size, s: size / s / 1e6, "MB/s"),
+        ("break_even_gb_per_s", lambda size, s: size / s, "1,000,000,000 times too large: giga"),
+        ("break_even_gb_per_s", lambda size, s: f"{size / s / 1e9} GB/s", TEXT),
+        ("kv_bytes_per_token", lambda n, q, kv, dim, size: 16 * n * kv * dim * size, BITS),
+        ("agents_resident", lambda hbm, weights, agent: max(0, (hbm * 2**30 - weights) / agent), "whole number"),
+        ("prefill_flops", lambda shape, start, stop: 2 * shape["hidden"] * shape["vocab"], "empty range"),
+        ("flops_per_kv_byte", lambda *a: TASKS["flops_per_kv_byte"].answer(*a) * a[0]["layers"], "layers ("),
+        ("effective_gb_per_s", lambda size, n, peak, s: size / (s + size / (peak * 1e9)) / 2**30, "GiB (2^30)"),
+        ("coalesce", gaps_counted, "merges across a gap"),
+        ("first_mismatch", one_late, ONE_OFF),
+        ("block_hashes", lambda print_, ids, block: ["00" * 32] * (len(ids) // block), "32 + 32 + 8 × block"),
+        ("fingerprint", lambda fields: str(sorted(value for _, value in without_name(fields))), "adapter_digest"),
+        ("fingerprint", lambda fields: "".join(f"{key}{value}" for key, value in without_name(fields)), "tenant"),
+        *(("fingerprint", lambda f, j=j: j.join(v for _, v in without_name(f)), "tenant") for j in JOINED),
+        *(("fingerprint", lambda f, j=j: j.join(f"{k}={v}" for k, v in without_name(f)), "tenant") for j in JOINED),
+    ],
+)  # fmt: skip
+def test_more_that_learners_write_gets_a_sentence_of_its_own(name, answer, says):
+    task = TASKS[name]
+    for seed in SEEDS[:6]:
+        given = answers(task, answer, seed)
+        said = [task._wrong(args, one["value"]) for args, one in zip(task.questions(seed), given, strict=True)]
+        assert any(says in (message or "") for message in said), f"{name} for {seed!r} says {said}"
+
+
+def test_whole_blocks_are_not_what_exactly_the_tokens_leave():
+    task = TASKS["prefix_mib"]
+    for seed in SEEDS:
+        *shape, tokens = task.questions(seed)[0]
+        assert "whole blocks" in (task.judge(seed, [{"value": task.answer(*shape, -(-tokens // 16) * 16)}]) or "")
+
+
+def test_a_wrong_value_is_shown_as_what_came():
+    assert TASKS["prefix_mib"].judge("Ada", [{"value": 7.5}]) == "got 7.5"
+    assert "expected a number, got a text" in TASKS["prefix_mib"].judge("Ada", [{"value": "7 MiB"}])

@@ -93,11 +93,13 @@ def _number(value: float | str | None) -> str:
 
 
 def _against(value: float | str | None, result: float | str | None) -> str:
-    """How far a number is from the result: "40 × too high"."""
-    if not (isinstance(value, (int, float)) and isinstance(result, (int, float)) and value > 0 and result > 0):
+    """How far a number is from the result: "40 × too high", or without a factor where one of the two is 0."""
+    if not (isinstance(value, (int, float)) and isinstance(result, (int, float))):
         return "" if isinstance(value, (int, float)) or value == result else "not so"
+    too = f"too {'high' if value > result else 'low'}"
+    if min(value, result) <= 0:
+        return "" if value == result else too
     ratio = value / result
     if 0.9 <= ratio <= 1.1:
         return ""
-    factor = _number(float(f"{max(ratio, 1 / ratio):.2g}"))
-    return f"{factor} × too {'high' if ratio > 1 else 'low'}"
+    return f"{_number(float(f'{max(ratio, 1 / ratio):.2g}'))} × {too}"

@@ -155,9 +155,9 @@ class Task:
         expected = self.answer(*args)
         if self._same(expected, given):
             return None
-        wanted = "" if self.value else f"expected {_short(expected)}, got "
-        hint = self._mistake(args, given) or self._explanation(args, expected, given)
-        return f"{wanted}{_short(given)}" + (f"\n{hint}" if hint else "")
+        wanted = "" if self.value else f"expected {_short(expected)}, "
+        hint = self._mistake(args, given) or self._explanation(args, expected, given) or _factor(args, expected, given)
+        return f"{wanted}got {_short(given)}" + (f"\n{hint}" if hint else "")
 
     def _explanation(self, args: tuple[Any, ...], expected: Any, given: Any) -> str:
         try:
@@ -200,6 +200,41 @@ def close(expected: Any, given: Any) -> bool:
     if isinstance(expected, dict):
         return expected.keys() == given.keys() and all(close(expected[key], given[key]) for key in expected)
     return len(expected) == len(given) and all(close(a, b) for a, b in zip(expected, given, strict=True))
+
+
+_UNITS = {
+    2: "something was counted twice, or once that comes twice",
+    8: "bits and bytes",
+    1e3: "milli, kilo, mega, giga: a unit is one step off",
+    1e6: "milli, kilo, mega, giga: a unit is two steps off",
+    1e9: "giga is 1e9",
+    2**20 / 1e6: "MiB (2^20) and MB (1e6)",
+    2**30 / 1e9: "GiB (2^30) and GB (1e9)",
+}
+
+
+def _factor(args: tuple[Any, ...], expected: Any, given: Any) -> str:
+    """For a wrong number that is no known mistake: its kind, or the factor by which it is off where that has a name."""
+    if type(expected) not in (int, float) or given is None or isinstance(given, bool):
+        return ""
+    if not isinstance(given, (int, float)):
+        return f"expected a number, got {'a text' if isinstance(given, str) else 'a list'}"
+    if not math.isfinite(given):
+        return ""
+    if isinstance(expected, int) and given != int(given):
+        return "A whole number is expected: round, or divide with //, as the task says."
+    if isinstance(expected, int) and abs(given - expected) == 1:
+        return f"One too {'many' if given > expected else 'few'}: look at the boundary."
+    if given * expected <= 0 or (isinstance(expected, int) and min(given, expected) < 10):
+        return ""
+    named = {name: size for arg in args if isinstance(arg, dict) for name, size in arg.items()}
+    named |= {f"argument {place + 1}": arg for place, arg in enumerate(args)}
+    factors = [(text, size) for size, text in _UNITS.items()]
+    factors += [(f"{name} ({size:,})", size) for name, size in named.items() if type(size) is int and size > 2]
+    ratio = max(given / expected, expected / given)
+    found = [text for text, size in factors if math.isclose(ratio, size, rel_tol=1e-4)]
+    times = f"{ratio:,.0f}" if ratio > 1.9 else f"{ratio:.3g}"
+    return f"{times} times too {'large' if given > expected else 'small'}: {', or '.join(found)}?" if found else ""
 
 
 def _withheld(*_: Any) -> NoReturn:

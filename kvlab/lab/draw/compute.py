@@ -82,9 +82,10 @@ def growth_figure(record: Mapping[str, Any], fit: tuple[float, float, float]) ->
     if b > 0:  # else the times scatter too much to tell
         axis.plot(n, b * n**2, color=_ATTENTION, linestyle=":", linewidth=1.6, label="the quadratic part alone")
     ends = np.array(tokens[-3::2], dtype=float)
+    bare = {"color": "white", "pad": 0.5}  # the fit may pass behind a label
     for factor, words in ((4, "4 times"), (16, "16 times")):
         axis.plot(ends, [seconds[-3], factor * seconds[-3]], color=FLIP, linewidth=0.9)
-        axis.annotate(f" {words}", (ends[-1], factor * seconds[-3]), fontsize=9, color=FLIP, va="center")
+        axis.annotate(f" {words}", (ends[-1], factor * seconds[-3]), fontsize=9, color=FLIP, va="center", bbox=bare)
     token_axis(axis, tokens)
     axis.set_xlim(tokens[0] / 1.1, tokens[-1] * 1.5)
     axis.set_yscale("log")

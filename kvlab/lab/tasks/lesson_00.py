@@ -34,7 +34,7 @@ break_even_gb_per_s = Task(
             lambda kv_bytes, recompute_s: kv_bytes / recompute_s / 2**30,
         ),
         Mistake(
-            "That takes the seconds for milliseconds: recompute_s is in seconds already.",
+            "That is MB/s (1e6 bytes), or takes the seconds for milliseconds: GB/s is 1e9 bytes per second.",
             lambda kv_bytes, recompute_s: kv_bytes / (recompute_s / 1e3) / 1e9,
         ),
         Mistake(
@@ -71,7 +71,7 @@ slowest_useful_mbit_per_s = Task(
             lambda mib, saved_ms: _megabits(mib, saved_ms) * 1e6 / 2**20,
         ),
         Mistake(
-            "That divides by milliseconds as if they were seconds.",
+            "That divides by milliseconds as if they were seconds, or is in Gb/s: 1 Gb/s is 1,000 Mb/s.",
             lambda mib, saved_ms: _megabits(mib, saved_ms) / 1e3,
         ),
     ),
@@ -159,6 +159,10 @@ reload_wins_from = Task(
         Mistake(
             "That is the position in the list. The answer is a number of tokens: look it up in tier['tokens'].",
             _by_tier(_index),
+        ),
+        Mistake(
+            "That is where recompute wins: reload wins where its seconds are the smaller ones.",
+            _by_tier(lambda tier: _settled({**tier, "reload_s": tier["recompute_s"], "recompute_s": tier["reload_s"]})),
         ),
         Mistake(
             "Where reload never wins the answer is None: 0 would say that it always does.",

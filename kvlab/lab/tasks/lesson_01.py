@@ -43,7 +43,8 @@ _ONE_LAYER = "That is one layer. Every layer keeps its own keys and values."
 
 
 def _my_prefix(rng: random.Random) -> list[tuple[Any, ...]]:
-    return [(*_shape(rng, rng.choice((2, 4))), rng.randrange(1000, 30_000))]
+    # Few enough tokens, the last block empty enough, that whole blocks are told apart from exactly the tokens.
+    return [(*_shape(rng, rng.choice((2, 4))), 16 * rng.randrange(60, 180) + rng.randrange(1, 12))]
 
 
 def _mib(*shape: int) -> float:
@@ -58,6 +59,10 @@ prefix_mib = Task(
         Mistake(_Q_FOR_KV, lambda n, q, _, dim, size, tokens: _mib(n, q, q, dim, size, tokens)),
         Mistake(_K_ALONE, lambda *shape: _mib(*shape) / 2),
         Mistake(_ONE_LAYER, lambda _, q, kv, dim, size, tokens: _mib(1, q, kv, dim, size, tokens)),
+        Mistake(
+            "Those are whole blocks. The question is what exactly these tokens leave.",
+            lambda *shape: _mib(*shape[:-1], blocks_for(shape[-1], 16) * 16),
+        ),
         Mistake("That counts 1e6 bytes to a MiB. A MiB is 2^20 bytes.", lambda *shape: _mib(*shape) * 2**20 / 1e6),
         Mistake("That is in GiB: a MiB is 2^20 bytes, a GiB is 2^30.", lambda *shape: _mib(*shape) / 1024),
     ),

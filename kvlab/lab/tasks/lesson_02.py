@@ -78,6 +78,14 @@ def _overtakes(shape: _Shape) -> float:
     return linear_flops(arch, 1) / attention_flops(arch, 0, 1)
 
 
+def _hidden_for_width(args: tuple[Any, ...], expected: float, given: float) -> str:
+    shape = args[0]
+    wider = shape["hidden"] - shape["heads"] * shape["head_dim"]
+    made = expected + 2 * shape["layers"] * shape["hidden"] * wider / _pair_macs(shape)
+    said = "That takes hidden for the width of Q and of the way back. It is heads × head_dim."
+    return said if math.isclose(made, given, rel_tol=1e-3) else ""
+
+
 attention_overtakes_at = Task(
     "attention_overtakes_at",
     lambda rng: [(_shape(rng),)],
@@ -97,6 +105,10 @@ attention_overtakes_at = Task(
             lambda shape: _linear_macs(shape, matrices=2) / _pair_macs(shape),
         ),
         Mistake(
+            "That counts the LM head, which is no part of any layer.",
+            lambda shape: (_linear_macs(shape) + shape["hidden"] * shape["vocab"]) / _pair_macs(shape),
+        ),
+        Mistake(
             "That makes K and V as wide as Q. Their projections have kv_heads × head_dim columns.",
             lambda shape: _linear_macs(shape, "heads") / _pair_macs(shape),
         ),
@@ -105,6 +117,7 @@ attention_overtakes_at = Task(
             lambda shape: _linear_macs(shape) / shape["layers"] / _pair_macs(shape),
         ),
     ),
+    explain=_hidden_for_width,
     value=True,
 )
 
@@ -155,6 +168,27 @@ prefill_flops = Task(
             "The LM head is missing: the last position is multiplied with hidden × vocab weights.",
             lambda shape, start, stop: _flops(shape, start, stop, _triangle(stop) - _triangle(start), 0),
         ),
+        Mistake(
+            "That takes new × new pairs: it ignores start and is not causal. The query at position i sees i + 1 keys.",
+            lambda shape, start, stop: _flops(shape, start, stop, (stop - start) ** 2),
+        ),
+        Mistake(
+            "That lets only the KV heads attend. Keys are shared, but every query head computes its own scores.",
+            lambda shape, start, stop: (
+                _flops(shape, start, stop, _triangle(stop) - _triangle(start))
+                - 2 * (_pair_macs(shape) - _pair_macs(shape, "kv_heads")) * (_triangle(stop) - _triangle(start))
+            ),
+        ),
+        Mistake(
+            "That counts one product per query and key: there is a score, and there is the sum of the values.",
+            lambda shape, start, stop: (
+                _flops(shape, start, stop, _triangle(stop) - _triangle(start))
+                - 2 * _pair_macs(shape, products=1) * (_triangle(stop) - _triangle(start))
+            ),
+        ),
+    ),
+    explain=lambda _args, expected, _: (
+        "An empty range costs nothing, not even an LM head: no token is asked for." if expected == 0 else ""
     ),
 )
 
@@ -254,6 +288,12 @@ fit_prefill = Task(
         Mistake(
             "That is a straight line: without the part that grows with tokens² long prefixes come out too cheap.",
             _wrong(lambda found: [max(0.0, found[0]), *found[1:]], powers=(0, 1)),
+        ),
+        Mistake(
+            "That weighs twice. np.polyfit squares w times the error, so relative errors need w = 1 ÷ seconds.",
+            lambda tokens, seconds: [
+                float(part) for part in np.polyfit(tokens, seconds, 2, w=1 / np.asarray(seconds) ** 2)[::-1]
+            ],
         ),
         Mistake(
             "The order is (t0, a, b): seconds, seconds per token, seconds per token².",

@@ -109,7 +109,8 @@ effective_gb_per_s = Task(
             lambda block_bytes, _, __, overhead_s: block_bytes / overhead_s / 1e9,
         ),
         Mistake(
-            "That is the peak. It is what remains if copies cost nothing but their bytes.",
+            "That is the peak: what remains if copies cost nothing but their bytes, or if peak is taken for bytes per "
+            "second (it is in GB/s of 1e9 bytes).",
             lambda _, __, peak, ___: peak,
         ),
         Mistake(
@@ -169,6 +170,23 @@ def _coalesce(src: Sequence[int], dst: Sequence[int]) -> _Runs:
     return _merge(sorted(zip(src, dst, strict=True)), _both)
 
 
+def _spans(src: Sequence[int], dst: Sequence[int]) -> _Runs:
+    runs: _Runs = []
+    for a, b in sorted(zip(src, dst, strict=True)):
+        if runs and a - runs[-1][0] == b - runs[-1][1]:
+            runs[-1][2] = a - runs[-1][0] + 1
+        else:
+            runs.append([a, b, 1])
+    return runs
+
+
+def _explain_runs(_: tuple[Any, ...], expected: _Runs, given: _Runs) -> str:
+    if sorted(given) == expected:
+        return "These are the runs, in another order: sort them by src."
+    fewer = len(given) > len(expected)
+    return "Fewer runs are possible: sort the pairs, then join those that go on by one on both sides." if fewer else ""
+
+
 coalesce = Task(
     "coalesce",
     _scattered_pairs,
@@ -190,6 +208,7 @@ coalesce = Task(
             "That merges across a gap: both sides jump equally far, but the blocks between them are not asked for.",
             lambda src, dst: _merge(sorted(zip(src, dst, strict=True)), lambda a, b: b[0] - a[0] == b[1] - a[1] > 0),
         ),
+        Mistake("That merges across a gap, and counts blocks in it that are not asked for.", _spans),
         Mistake(
             "The last run is missing: after the loop one is still open.",
             lambda src, dst: _coalesce(src, dst)[:-1],
@@ -199,6 +218,7 @@ coalesce = Task(
             lambda src, dst: _merge(list(zip(src, dst, strict=True)), _both),
         ),
     ),
+    explain=_explain_runs,
 )
 
 TASKS = (copies_of_a_prefix, effective_gb_per_s, coalesce)

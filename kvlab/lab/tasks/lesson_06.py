@@ -7,6 +7,7 @@ import json
 import random
 import struct
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 from kvlab.lab.task import Mistake, Task
@@ -81,6 +82,11 @@ block_hashes = Task(
             lambda *args: [_NONE, *_block_hashes(*args)][: len(_block_hashes(*args))] or [_NONE],
         ),
     ),
+    explain=lambda args, expected, given: (
+        "The bytes under the hash are 32 + 32 + 8 × block, in the task's order; ids are signed and little-endian."
+        if len(expected) == len(given)
+        else f"{len(args[1])} tokens have {len(expected)} full blocks of {args[2]}, not {len(given)}."
+    ),
 )
 
 # What a name must cover -----------------------------------------------------------------------------------------------
@@ -126,7 +132,23 @@ def _caches(rng: random.Random) -> list[tuple[Any, ...]]:
         ),
         # The same bits as another number format, other angles, another tenant.
         ([base, {**base, "kv_dtype": "fp16"}, {**base, "rope_theta": 500_000}, {**base, "tenant": "ben"}],),
+        # Two values have changed places.
+        ([base, {**base, "weights": base["adapter_digest"], "adapter_digest": base["weights"]}],),
+        # What stands between two fields may stand in a field, too.
+        *(
+            ([{**base, "tenant": f"a{ends}b", "weights": "c"}, {**base, "tenant": "a", "weights": f"b{ends}c"}],)
+            for mark in ("", *"|,:;-_/ =\n") for ends in (mark, f"{mark}weights", f"{mark}weights=", f"{mark}weights:")
+        ),
     ]  # fmt: skip
+
+
+def _which_two(args: tuple[Any, ...], expected: list[int], given: list[int]) -> str:
+    for i, j in combinations(range(len(expected)), 2):
+        if (same := given[i] == given[j]) != (expected[i] == expected[j]):
+            a, b = args[0][i], args[0][j]
+            fields = "; ".join(f"{key}: {a[key]!r}, {b[key]!r}" for key in a if a[key] != b[key])
+            return f"Caches {i} and {j} got {'one name' if same else 'two names'}. They differ in {fields or 'order'}."
+    return ""
 
 
 fingerprint = Task(
@@ -167,9 +189,7 @@ fingerprint = Task(
         ),
     ),
     drive=_groups,
-    explain=lambda _args, expected, given: (
-        f"Two caches share a name only where each may stand for the other. As groups: expected {expected}, got {given}."
-    ),
+    explain=_which_two,
     points=2,
 )
 
