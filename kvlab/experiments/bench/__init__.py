@@ -41,7 +41,7 @@ GROUPS: dict[str, Group] = {
     "resume": Group("model", "a resume from host RAM beside a full prefill; what of a disk reload is hidden", 2),
     "prediction": Group("model", "predicted beside measured times at unseen lengths", 6),
     "engine": Group("engine", "agents under three policies; look-ups, scheduling, loading behind computing", 15),
-    "simulate": Group("simulate", "a long trace, the real engine beside it, policies in many cells", 6),
+    "simulate": Group("simulate", "a long trace, the real engine beside it, policies in many cells", 12),
     "vllm": Group("vllm", "time to first token, computed and from disk, beside vLLM", 11, ("vllm",)),
 }
 
