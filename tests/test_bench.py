@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -268,7 +269,7 @@ def test_the_chart_has_a_dot_for_every_ratio_and_a_line_for_every_interval(tmp_p
     pytest.importorskip("matplotlib")
     from kvlab.lab.draw import bench_figure
 
-    both = Row("both", 1.0, "ms", of_floor=0.9, of_peer={"vllm": 1.1}, interval=(0.8, 1.0), goal="reported")
+    both = Row("both", 1.0, "ms", of_floor=0.9, of_peer={"vllm": 1.1}, interval=(0.8, 1.0), goal="", group="prefill")
     plain = time_row(10, 11)  # has no ratio: not in the picture
     figure = bench_figure(record(ratio_row("p", 1.25, 1.75), both, plain))
     drawn = [tuple(float(x) for x in line.get_xdata()) for line in figure.axes[0].get_lines()]
@@ -278,6 +279,19 @@ def test_the_chart_has_a_dot_for_every_ratio_and_a_line_for_every_interval(tmp_p
     source = saved(tmp_path, "record.json", record(ratio_row("p", 1.2, 1.4)))
     assert kvlab("--from", source, "--plot", tmp_path / "chart.svg").exit_code == 0
     assert (tmp_path / "chart.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_rows_that_were_added_later_stand_with_their_group():
+    pytest.importorskip("matplotlib")
+    from kvlab.lab.draw import bench_figure
+
+    rows = [
+        replace(ratio_row(name, 1.2, 1.4), group=name.split()[0])
+        for name in ("vllm x", "decode fp32", "host x", "decode bf16")
+    ]
+    shown = bench_figure(record(*rows)).axes[0]
+    assert [label.get_text() for label in shown.get_yticklabels()] == ["host x", "decode fp32", "decode bf16", "vllm x"]
+    assert [text.get_text().strip() for text in shown.texts] == ["host", "decode", "vllm"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from kvlab.experiments.bench import GROUPS
 from kvlab.experiments.bench.rows import ratios
 from kvlab.units import format_bytes
 
-__all__ = ["COLUMNS", "cells", "line", "markdown", "markdown_rows"]
+__all__ = ["COLUMNS", "by_group", "cells", "line", "markdown", "markdown_rows"]
 
 COLUMNS = ("what", "ours", "ratio [95 %]", "goal", "")
 
@@ -60,6 +60,13 @@ def markdown_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |"
 
 
+def by_group(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Plain rows by group, in the order of `GROUPS` whatever the order in which they were measured."""
+    names = dict.fromkeys(row.get("group", "") for row in rows)
+    for name in sorted(names, key=lambda group: list(GROUPS).index(group) if group in GROUPS else -1):
+        yield name, [row for row in rows if row.get("group", "") == name]
+
+
 def markdown(record: Mapping[str, Any]) -> str:
     """The page of a record: machine facts, commands, and one table for each group."""
     facts = record["facts"]
@@ -82,9 +89,8 @@ def markdown(record: Mapping[str, Any]) -> str:
         "kvlab bench --from docs/bench.json --markdown > docs/bench.md   # this page",
         "```",
     ]
-    names = list(dict.fromkeys(row.get("group", "") for row in record["rows"]))
-    for name in sorted(names, key=lambda group: list(GROUPS).index(group) if group in GROUPS else -1):
+    for name, rows in by_group(record["rows"]):
         about = f": {GROUPS[name].measures}" if name in GROUPS else ""
         title = [f"## {name}{about}", ""] if name else []
-        lines += ["", *title, *markdown_rows([row for row in record["rows"] if row.get("group", "") == name])]
+        lines += ["", *title, *markdown_rows(rows)]
     return "\n".join(lines) + "\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -12,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kvlab.experiments.bench.rows import ratios
+from kvlab.experiments.bench.table import by_group
 from kvlab.lab.draw.style import CACHED, FLIP, QUIET, RECOMPUTE, RELOAD, WRONG, plain_axes, stamp
 
 __all__ = ["bench_figure"]
@@ -37,7 +37,7 @@ def bench_figure(record: Mapping[str, Any]) -> Figure:
     figure.suptitle("How many times as fast as the floor and the peers is kvlab?", fontsize=12)
     height, places, names = 0.0, [], []
     seen: set[str] = set()
-    for group, members in groupby(rows, key=lambda row: row.get("group", "")):
+    for group, members in by_group(rows):
         if group:
             at = (-0.006, height)
             where = axis.get_yaxis_transform()
