@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvlab.fingerprint import Fingerprint
 from kvlab.pool import LayerGroups
 from kvlab.streams import Event, Streams
-from kvlab.tiers.base import Staging, Store, Tier, defect, sleep_until
+from kvlab.tiers.base import Staging, Store, Tier, defect, guarded, sleep_until
 
 __all__ = ["Lane", "Offload", "Pending", "TransferReport"]
 
@@ -206,10 +206,8 @@ class Offload(Pending):
             self.tier.counters.failed_stores += 1
             if not isinstance(error, OSError):
                 defect(self.tier, "store", error)
-            try:
+            with guarded(self.tier, "abandon a store"):
                 self.store.abandon()
-            except Exception as error:
-                defect(self.tier, "abandon a store", error)
         else:
             self._close(self.held)
         self.lane.open.remove(self)

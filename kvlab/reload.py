@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvlab.pending import Pending
 from kvlab.streams import Event
-from kvlab.tiers.base import Bytes, Load, Piece, StagingBuffer, checksum, defect, sleep_until
+from kvlab.tiers.base import Bytes, Load, Piece, StagingBuffer, checksum, defect, guarded, sleep_until
 
 __all__ = ["NoLoad", "Reload"]
 
@@ -233,11 +233,9 @@ class Reload(Pending):
         self.valid_blocks = min(self.valid_blocks, first)
         self.failures.append(f"block {first} of the reload from the {self.tier.name} tier: {why}")
         self.tier.counters.failed_blocks += count
-        try:
-            for block_hash in self.hashes[first : first + count]:
+        for block_hash in self.hashes[first : first + count]:
+            with guarded(self.tier, "drop a block"):
                 self.tier.drop(block_hash, corrupt=corrupt)
-        except Exception as error:
-            defect(self.tier, "drop a block", error)
 
     def _stop_writing(self) -> None:
         """Wait for reads under way to where blocks have failed, whose owner may now give them to somebody else."""
@@ -283,10 +281,8 @@ class Reload(Pending):
                 self.lane.staging.put(read.buffer, read.event)
         if not self.settled:
             self.lane.open.remove(self)
-            try:
+            with guarded(self.tier, "close a load"):
                 self.load.close()
-            except Exception as error:
-                defect(self.tier, "close a load", error)
         return True
 
     def _end(self) -> None:

@@ -25,7 +25,7 @@ from kvlab.pool import BlockPool
 from kvlab.request import Request
 from kvlab.streams import Streams
 from kvlab.tiers import Store, Tier, checksum
-from kvlab.tiers.base import defect
+from kvlab.tiers.base import defect, guarded
 from kvlab.transfer import Offload, Reload, Transfer
 
 __all__ = ["TorchExecutor"]
@@ -113,10 +113,8 @@ class TorchExecutor:
     def look_up(self, tier: str, hashes: Sequence[bytes], salt: str) -> None:
         """Let the tier find out what it holds, unless something of it is late."""
         if not self.transfer.late(self._tiers[tier]):
-            try:
+            with guarded(self._tiers[tier], "look up blocks"):
                 self._tiers[tier].look_up(hashes, self.fingerprint(salt))
-            except Exception as error:
-                defect(self._tiers[tier], "look up blocks", error)
 
     def holds(self, tier: str, block_hash: bytes, salt: str) -> bool:
         """Whether the tier holds the block or is just being given it; no, while something of it is late."""
@@ -174,12 +172,9 @@ class TorchExecutor:
         upper, *below = list(self._tiers.values())[place:]
         if not below or self.transfer.late(below[0]):
             return
-        lower = below[0]
-        try:
+        lower, victims = below[0], list[bytes]()
+        with guarded(upper, "name victims"):
             victims = upper.victims(nbytes, keep)
-        except Exception as error:
-            defect(upper, "name victims", error)
-            return
         for salt, fingerprint in self._fingerprints.items() if victims else ():
             self.look_up(lower.name, victims, salt)
             wanted = [h for h in victims if _contains(upper, h, fingerprint) and not self.holds(lower.name, h, salt)]
@@ -373,7 +368,5 @@ def _copy_down(upper: Tier, lower: Tier, hashes: Sequence[bytes], fingerprint: F
             raise
         return store
     finally:
-        try:
+        with guarded(upper, "close a load"):
             load.close()
-        except Exception as error:
-            defect(upper, "close a load", error)

@@ -13,7 +13,8 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,7 @@ __all__ = [
     "TierError",
     "checksum",
     "defect",
+    "guarded",
     "in_pieces",
     "whole_bytes",
 ]
@@ -270,6 +272,15 @@ def defect(tier: Tier, doing: str, error: Exception) -> None:
             "the %s tier raised %r while asked to %s, which no tier may: taken for a miss or a failed store (no. %d)",
             tier.name, error, doing, count, exc_info=error,
         )  # fmt: skip
+
+
+@contextmanager
+def guarded(tier: Tier, doing: str) -> Iterator[None]:
+    """Whatever `tier` raises in here is a `defect`, and no more than that."""
+    try:
+        yield
+    except Exception as error:
+        defect(tier, doing, error)
 
 
 def checksum(extent: Bytes, block_hash: bytes, group: int) -> int:
