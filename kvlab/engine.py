@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from kvlab.arithmetic import checked_count
 from kvlab.model import Model
+from kvlab.pipeline import default_groups
 from kvlab.policy import LRU, Decision, Eviction, Policy, Reload
 from kvlab.request import Request, Sampling, Timing
 from kvlab.scheduler import Scheduler
@@ -45,7 +46,7 @@ class Engine:
 
     `tiers` fastest first; `policy` decides about what they hold, `eviction` about which idle blocks leave the pool:
     when a free block is needed, or when fewer than watermarks[0] of all are free, until watermarks[1] are.
-    `token_budget`: tokens computed in a step (chunked prefill); `groups`: layer groups of a reload (default: up to 4).
+    `token_budget`: tokens computed in a step (chunked prefill); `groups`: layer groups of a reload (default: up to 6).
     `load_timeout_s`: a reload that is not over by then is a miss, and until what it has asked for has come its tier is
     not used and the blocks that it may still write to stay out of use (inf: no limit).
     `poison` fills freed blocks with NaN, for tests. `cuda_graphs`: on CUDA, record a decode step when a batch of its
@@ -76,7 +77,7 @@ class Engine:
         _check_parts(model, tiers, policy, eviction, streams, clock)
         pool_blocks = checked_count("pool_blocks", pool_blocks, 1)
         block_size = checked_count("block_size", block_size, 1)
-        groups = min(4, model.decoder.layers) if groups is None else checked_count("groups", groups, 1)
+        groups = default_groups(model.decoder.layers) if groups is None else checked_count("groups", groups, 1)
         _check_kind("load_timeout_s", load_timeout_s, Real, "seconds, or inf for no limit")
         if not load_timeout_s >= 0:
             raise ValueError(f"load_timeout_s is {load_timeout_s}; expected seconds, or inf for no limit")

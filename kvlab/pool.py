@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvlab.pipeline import layer_bounds
 from kvlab.streams import host_memory
 
 __all__ = ["TORCH_DTYPES", "BlockPool", "KVLayout", "LayerGroups", "Window"]
@@ -187,16 +189,13 @@ class Window:
 class LayerGroups:
     """A pool's layers in `groups` runs that move apart, so that compute can begin before all have come.
 
-    `layers` [(start, stop)]: half-open, their lengths differ by one at most. `extents`: bytes of each group's part of
-    one block. `in_place`: whether each lies together in CPU memory. Raises ValueError unless 1 <= groups <= layers.
+    `layers` [(start, stop)]: half-open, see `layer_bounds`. `extents`: bytes of each group's part of one block.
+    `in_place`: whether each lies together in CPU memory. Raises ValueError unless 1 <= groups <= layers.
     """
 
     def __init__(self, pool: BlockPool, groups: int) -> None:
-        layers = pool.layout.layers
-        if not 1 <= groups <= layers:
-            raise ValueError(f"groups is {groups}; expected 1 to {layers}, the number of layers")
         self._pool = pool
-        self.layers = [(layers * g // groups, layers * (g + 1) // groups) for g in range(groups)]
+        self.layers = list(pairwise((0, *layer_bounds(pool.layout.layers, groups))))
         layer_bytes = 2 * pool.layout.row_bytes
         self.extents = tuple(layer_bytes * (stop - start) for start, stop in self.layers)
         # 16-byte elements: index_select and index_copy_ move complex128 at memcpy speed, and bf16 at half of it.

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from kvlab.arch import ModelArch
 from kvlab.arithmetic import checked_arch, checked_count, kv_bytes, kv_dtype_for
 from kvlab.crossings import Crossing, crossings_of, settled_crossover
 from kvlab.machine import Machine
+from kvlab.pipeline import hidden_s, layer_bounds
 from kvlab.prefix import reloadable_tokens
 from kvlab.split import Split, best_split
 from kvlab.units import format_bytes, format_gb_per_s, format_s
@@ -121,6 +123,11 @@ class Verdict:
         """The smallest prefix (whole blocks) from which reload always wins; 0: always; None: never."""
         return settled_crossover(*self._scan)
 
+    @property
+    def layer_bounds(self) -> tuple[int, ...]:
+        """Where each layer group of the load ends: see `pipeline.layer_bounds`."""
+        return _layer_bounds(self.arch, self.overlap_groups)
+
     @cached_property
     def break_even_gb_per_s(self) -> float:
         """The link speed in GB/s at which the two times tie; inf when overheads alone already lose."""
@@ -128,15 +135,13 @@ class Verdict:
         blocks = self.reload_tokens // self.block_size
         if blocks == 0:
             return math.inf
-        overhead_s = link.overhead_s(self.kv_bytes, blocks, len(self.arch.layers))
-        slack_s = self.ttft_recompute_s - self.suffix_s
-        shown = 1 / self.overlap_groups  # the share of the shorter of loading and computing that is not hidden
-        # Loading longer than the suffix: all of it is seen, and 1 - shown of the suffix's compute is hidden.
-        speed = _speed(self.kv_bytes + self.queued_bytes, slack_s + (1 - shown) * self.suffix_s - overhead_s)
-        ahead_s = link.per_request_s  # before the first group comes
-        if shown < 1 and overhead_s - ahead_s + self.kv_bytes / (speed * 1e9) < self.suffix_s:
-            overhead_s = ahead_s + (overhead_s - ahead_s) * shown
-            speed = _speed(self.kv_bytes * shown + self.queued_bytes, slack_s - overhead_s)
+        layers, ahead_s = len(self.arch.layers), link.per_request_s  # before the first group comes
+        overhead_s = link.overhead_s(self.kv_bytes, blocks, layers) - ahead_s
+        speed = 0.0
+        # The group without a gap on either side: behind the load up to its end comes the computing of it and the rest.
+        for start, stop in pairwise((0, *self.layer_bounds)):
+            left_s = self.ttft_recompute_s - self.suffix_s * (1 - start / layers) - ahead_s - overhead_s * stop / layers
+            speed = max(speed, _speed(self.kv_bytes * stop / layers + self.queued_bytes, left_s))
         return speed * min(self.tp, link.ranks_per_link) / self.link_share
 
     @cached_property
@@ -254,10 +259,10 @@ class Verdict:
         return f"the two tie at a link of {format_gb_per_s(self.break_even_gb_per_s)}{before}"
 
     def _overlap_lines(self) -> list[str]:
-        hidden_s = self.wait_s + self.reload_s + self.suffix_s - self.ttft_reload_s
+        overlap_s = self.wait_s + self.reload_s + self.suffix_s - self.ttft_reload_s
         if self.overlap_groups == 1:
             return []
-        return [f"  overlap   in {self.overlap_groups} layer groups hides {format_s(hidden_s)}"]
+        return [f"  overlap   in {len(self.layer_bounds)} layer groups hides {format_s(overlap_s)}"]
 
     def _split_lines(self) -> list[str]:
         split = self.split
@@ -301,6 +306,10 @@ def _speed(total_bytes: float, seconds: float) -> float:
     return total_bytes / seconds / 1e9 if seconds > 0 else math.inf
 
 
+def _layer_bounds(arch: ModelArch, groups: int) -> tuple[int, ...]:
+    return layer_bounds(len(arch.layers), min(groups, len(arch.layers)))
+
+
 def decide(
     arch: ModelArch,
     machine: Machine,
@@ -325,7 +334,8 @@ def decide(
     what one second of delay to the active decodes is worth, in seconds of this request's time: recompute delays them
     for the whole prefill, a reload for the suffix's prefill and for `decode_slowdown` of the copy. `link_delay_value`:
     what a second for which the copy keeps the link is worth, to those who load after it. With `allow_split`
-    the choice may be "split". With `overlap_groups` layer groups the suffix computes group i while group i + 1 arrives.
+    the choice may be "split". With `overlap_groups` layer groups the suffix computes group i while group i + 1 arrives
+    (see `pipeline.layer_bounds`; never more than there are layers).
     `resident` tokens of the prefix (whole blocks) are in the pool already: neither way pays for them.
     Without a `kv_dtype` it is what the config prescribes, else what the machine was measured in.
     Raises ValueError for values out of range and for a tier the machine does not know.
@@ -369,10 +379,11 @@ def decide(
         wait_s = queued_bytes / (link.rate_gb_per_s(link.copy_bytes(size_bytes, blocks, layers), link_share, tp) * 1e9)
     suffix_s = machine.prefill_s(arch, kept, total, tp)
     recompute_s = machine.prefill_s(arch, resident, total, tp)
-    # Equal groups in a pipeline: whichever of loading and computing is longer runs through, the other shows one group.
-    # What a request pays once (a link's latency) is over before the first group comes: nothing computes meanwhile.
-    hidden_s = (1 - 1 / overlap_groups) * min(max(0.0, reload_s - link.per_request_s), suffix_s)
-    ttft_reload_s = wait_s + reload_s + suffix_s - hidden_s
+    ttft_reload_s = wait_s + reload_s + suffix_s
+    if overlap_groups > 1:
+        # What a request pays once (a link's latency) is over before the first group comes: nothing computes meanwhile.
+        streamed_s = max(0.0, reload_s - link.per_request_s)
+        ttft_reload_s -= hidden_s(streamed_s, suffix_s, _layer_bounds(arch, overlap_groups))
     cost_reload_s = ttft_reload_s + decode_delay_value * (suffix_s + link.decode_slowdown * reload_s)
     cost_reload_s += link_delay_value * reload_s
     cost_recompute_s = recompute_s + decode_delay_value * recompute_s

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "kvlab"
 FLOORS = {
     **dict.fromkeys(("units", "layers", "arch", "arithmetic", "curve", "machine"), 1),
     **dict.fromkeys(("crossings", "split", "verdict", "storing"), 1),
-    **dict.fromkeys(("plan", "settings", "waiting"), 1),
+    **dict.fromkeys(("plan", "settings", "waiting", "pipeline"), 1),
     **dict.fromkeys(("blocks", "fingerprint", "prefix"), 1),
     "hf": 1,
     **dict.fromkeys(("memory", "jobs", "pool", "streams", "adversaries", "transfer", "pending", "reload", "tiers"), 2),

@@ -161,9 +161,11 @@ def test_the_second_on_a_link_waits_for_the_first(model):
 
 def test_layers_take_the_longer_lane_and_a_group_of_the_shorter():
     # 400 ms and 100 ms in 4 groups: the longer one, and a quarter of the shorter one.
-    assert layers_figure(0.4, 0.1, 4, "x").axes[0].get_title().startswith("425 ms")
-    assert layers_figure(0.1, 0.4, 4, "x").axes[0].get_title().startswith("425 ms")
-    assert layers_figure(0.1, 0.4, 1, "x").axes[0].get_title().startswith("500 ms")
+    assert layers_figure(0.4, 0.1, (1, 2, 3, 4), "x").axes[0].get_title().startswith("425 ms")
+    assert layers_figure(0.1, 0.4, (1, 2, 3, 4), "x").axes[0].get_title().startswith("425 ms")
+    assert layers_figure(0.1, 0.4, (4,), "x").axes[0].get_title().startswith("500 ms")
+    # The first layer of four alone is there after 25 ms; then computing never waits.
+    assert layers_figure(0.1, 0.4, (1, 3, 4), "x").axes[0].get_title().startswith("425 ms")
 
 
 def test_a_loaded_head_keeps_the_tail_waiting():

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from kvlab.arch import ModelArch
 from kvlab.arithmetic import kv_bytes
 from kvlab.crossings import Crossing, crossings_of, interpolated_crossover, settled_crossover
 from kvlab.machine import Curve, Link, Machine, Prefill, machine_names
+from kvlab.pipeline import layer_bounds
 from kvlab.split import Split, best_split
 from kvlab.storing import storing
 from kvlab.units import format_s
 from kvlab.verdict import decide
 
 TINY = ModelArch.preset("tiny")
+DEEP = replace(TINY, layers=TINY.layers * 15)  # 30 of them
 
 
 def machine(gb_per_s=0.02, overhead_s=0.0, fixed_s=0.0, linear=1e9, attention=1e9, slowdown=0.0, spread=0.1) -> Machine:
@@ -79,14 +82,14 @@ def test_crossings_equal_a_dense_scan_over_whole_blocks(m, suffix, block):
         assert verdict.crossover_tokens == changes[-1][0]
 
 
-@given(machines, st.integers(16, 4000), st.integers(1, 64), st.integers(1, 8))
+@given(machines, st.integers(16, 4000), st.integers(1, 64), st.integers(1, 30))
 def test_at_the_break_even_speed_the_two_times_tie(m, prefix, suffix, groups):
     load = {"queued_bytes": 5000, "link_share": 0.5, "overlap_groups": groups}
-    verdict = decide(TINY, m, prefix=prefix, suffix=suffix, **load)
+    verdict = decide(DEEP, m, prefix=prefix, suffix=suffix, **load)
     speed = verdict.break_even_gb_per_s
     if math.isinf(speed):
         fast = decide(
-            TINY,
+            DEEP,
             m.with_link("host", Link(Curve(((1.0, 1e9),)), per_request_s=m.link("host").per_request_s)),
             prefix=prefix,
             suffix=suffix,
@@ -96,7 +99,7 @@ def test_at_the_break_even_speed_the_two_times_tie(m, prefix, suffix, groups):
         return
     assume(1e-12 < speed < 1e12)
     tied = m.with_link("host", Link(Curve(((1.0, speed),)), per_request_s=m.link("host").per_request_s))
-    again = decide(TINY, tied, prefix=prefix, suffix=suffix, **load)
+    again = decide(DEEP, tied, prefix=prefix, suffix=suffix, **load)
     assert again.ttft_reload_s == pytest.approx(again.ttft_recompute_s, rel=1e-6)
 
 
@@ -279,14 +282,15 @@ def test_delay_to_active_decodes_is_priced_in_both_arms():
     assert busy.cost_reload_s == pytest.approx(busy.ttft_reload_s + 10 * (busy.suffix_s + 0.1 * busy.reload_s))
 
 
-@given(machines, st.integers(16, 2000), st.integers(1, 200), st.integers(1, 30))
+@given(machines, st.integers(16, 2000), st.integers(1, 200), st.integers(1, 40))
 def test_overlap_is_a_pipeline_of_layer_groups(m, prefix, suffix, groups):
-    verdict = decide(TINY, m, prefix=prefix, suffix=suffix, overlap_groups=groups)
+    verdict = decide(DEEP, m, prefix=prefix, suffix=suffix, overlap_groups=groups)
     arrived, computed = m.link("host").per_request_s, 0.0  # paid once, before any group comes
     streamed_s = verdict.reload_s - arrived
-    for _ in range(groups):  # group i is computed when it has arrived and group i - 1 is computed
-        arrived += streamed_s / groups
-        computed = max(arrived, computed) + verdict.suffix_s / groups
+    for start, stop in pairwise((0, *layer_bounds(30, min(groups, 30)))):
+        # Group i is computed when it has arrived and group i - 1 is computed.
+        arrived += streamed_s * (stop - start) / 30
+        computed = max(arrived, computed) + verdict.suffix_s * (stop - start) / 30
     assert verdict.ttft_reload_s == pytest.approx(computed)
     assert verdict.ttft_reload_s >= max(verdict.reload_s, verdict.suffix_s) * (1 - 1e-9)
 

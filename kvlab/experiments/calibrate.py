@@ -151,8 +151,10 @@ def _time_decode(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[Decod
     decode = decode_with(rig.model, rig.streams.recorder())  # as an engine does
     few, most = _DECODE_CACHED[0], min(_DECODE_CACHED[-1], len(tokens) - 1)
     tables = [rig.table(most + 1) for _ in range(max(_DECODE_ROWS))]
-    for table in tables:
-        rig.prefill(tokens[:most], table)
+    rig.prefill(tokens[:most], tables[0])
+    for table in tables[1:]:  # the same keys in blocks of their own
+        for source, target in zip(tables[0].blocks, table.blocks, strict=True):
+            rig.pool.copy_block(source, target)
     grid = [(rows, cached) for rows in _DECODE_ROWS for cached in (few, most)]
     seconds: dict[tuple[int, int], list[float]] = {case: [] for case in grid}
     begun = time.perf_counter()

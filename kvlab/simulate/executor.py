@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from kvlab.arch import ModelArch
 from kvlab.arithmetic import attention_flops, kv_bytes, linear_flops
 from kvlab.executor import Chunk, Outcome
 from kvlab.machine import Decode, Machine
+from kvlab.pipeline import layer_bounds
 from kvlab.request import Request
 from kvlab.simulate.tier import BilledTier
 
@@ -132,9 +134,10 @@ class BillingExecutor:
                 f"{arch.name} keeps recurrent states, which are no blocks of tokens; the simulator needs a cache that"
                 " grows token by token"
             )
-        self.num_blocks, self.block_size, self.groups = pool_blocks, block_size, groups
+        self.num_blocks, self.block_size, self.groups = pool_blocks, block_size, min(groups, len(arch.layers))
         self.block_bytes = kv_bytes(arch, block_size, kv_dtype, 1, block_size)
         self.tiers = tuple(tier.name for tier in tiers)
+        self.layer_bounds = layer_bounds(len(arch.layers), self.groups)
         self.arch, self.machine, self.kv_dtype = arch, machine, kv_dtype
         # Servers decode MLA on its latents; projecting all of them again for one token each would be far too dear.
         self.decode_cost = DecodeCost(machine, arch.absorbed, self.block_bytes / block_size, memory_gb_per_s)
@@ -284,9 +287,10 @@ class BillingExecutor:
         took_s = self.machine.prefill_s(self.arch, chunk.start, chunk.stop)
         done_s = self.clock_s
         first_s = loading.begin_s + loading.tier.load_clock.link.per_request_s  # paid once, before any group comes
-        for group in range(1, self.groups + 1):
-            arrival_s = first_s + (loading.due_s - first_s) * group / self.groups
-            done_s = max(done_s, arrival_s) + took_s / self.groups
+        layers = self.layer_bounds[-1]
+        for start, stop in pairwise((0, *self.layer_bounds)):
+            arrival_s = first_s + (loading.due_s - first_s) * stop / layers
+            done_s = max(done_s, arrival_s) + took_s * (stop - start) / layers
         self.stalled_s += max(0.0, done_s - took_s - self.clock_s)
         self.clock_s = max(self.clock_s, done_s - took_s)
         self._prefill(chunk, took_s, tokens)

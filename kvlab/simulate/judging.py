@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvlab.machine import Decode, Link, Machine
+from kvlab.pipeline import hidden_s
 from kvlab.policy import Calibrated, Decision, Option, Policy, Recompute, Reload, Situation, Threshold, delayed_loads
 from kvlab.simulate.executor import BillingExecutor
 
@@ -129,7 +130,7 @@ class Oracle(Policy):
             ttft_s = max(wait_s + load_s, head_s) + rest_s
         else:  # layer groups load while those before them compute, once the request's own seconds are over
             streamed_s = load_s - clock.link.per_request_s
-            ttft_s = wait_s + load_s + rest_s - (1 - 1 / situation.groups) * min(streamed_s, rest_s)
+            ttft_s = wait_s + load_s + rest_s - hidden_s(streamed_s, rest_s, executor.layer_bounds)
         loads = QUEUE_DELAY_VALUE * delayed_loads(machine, situation, decision.option)
         return ttft_s + delayed * (head_s + rest_s + clock.link.decode_slowdown * load_s) + loads * load_s
 

@@ -48,7 +48,7 @@ class Cluster:
     block_size: int = BLOCK_TOKENS
     token_budget: int = 8192
     max_running: int = 256
-    groups: int = 4
+    groups: int = 6
     # Finding what to evict looks at every block of the pool; some at a time, so that this stays cheap for each.
     watermarks: tuple[float, float] = (0.0, 0.05)
     replicas: int = 1

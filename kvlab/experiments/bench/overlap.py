@@ -23,6 +23,7 @@ from kvlab.experiments.rig import Rig
 from kvlab.fingerprint import block_hashes
 from kvlab.machine import Machine
 from kvlab.model import Model
+from kvlab.pipeline import default_groups
 from kvlab.policy import Calibrated, Policy, Reload
 from kvlab.records import bootstrap_interval
 from kvlab.request import Request
@@ -38,7 +39,7 @@ _TIER_BYTES = 2**32
 
 def layer_groups(model: Model) -> int:
     """Layer groups of a reload, as the engine has them by default."""
-    return min(4, model.decoder.layers)
+    return default_groups(model.decoder.layers)
 
 
 def overlap_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -18,16 +19,19 @@ _COLOUR = {"compute": RECOMPUTE, "link": RELOAD}
 _Bar = tuple[str, float, float, str]
 
 
-def layers_figure(load_s: float, compute_s: float, groups: int, source: str) -> Figure:
-    """A prefix that loads in `load_s`, a suffix that computes in `compute_s`, both in `groups` equal layer groups."""
+def layers_figure(load_s: float, compute_s: float, bounds: Sequence[int], source: str) -> Figure:
+    """A prefix that loads in `load_s`, a suffix that computes in `compute_s`, both in layer groups.
+
+    `bounds`: the layer at which each group ends, the last one that of the model.
+    """
     bars: list[_Bar] = []
-    done_s = 0.0
-    for group in range(groups):
-        here_s = (group + 1) * load_s / groups
-        bars.append(("link", here_s - load_s / groups, here_s, f"{group + 1}"))
+    done_s, layers = 0.0, bounds[-1]
+    for group, (start, stop) in enumerate(pairwise((0, *bounds)), 1):
+        here_s = stop / layers * load_s
+        bars.append(("link", start / layers * load_s, here_s, f"{group}"))
         begin_s = max(done_s, here_s)
-        done_s = begin_s + compute_s / groups
-        bars.append(("compute", begin_s, done_s, f"{group + 1}"))
+        done_s = begin_s + (stop - start) / layers * compute_s
+        bars.append(("compute", begin_s, done_s, f"{group}"))
     serial_s = load_s + compute_s
     least_s = max(load_s, compute_s)
     verdict = (
