@@ -252,6 +252,8 @@ def test_the_floor_is_the_first_ratio():
     assert list(ratios(row)) == ["floor", "vllm"]
     assert cells(row) == ("r", "1 ms", "0.90 / 1.10 [0.80, 1.00]", "reported", "-")
     assert cells(Row("r", 2281.4, "ms").plain())[1] == "2,281 ms"
+    assert cells(Row("r", 1001.9, "ms").plain())[1] == "1,002 ms"
+    assert cells(Row("r", 999.6, "ms").plain())[1] == "1,000 ms"
 
 
 def test_the_tables_of_the_docs_are_what_the_record_says():

@@ -16,7 +16,7 @@ COLUMNS = ("what", "ours", "ratio [95 %]", "goal", "")
 
 def _number(value: float) -> str:
     """Three digits, without an exponent where a reader would rather have the number."""
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def _ours(row: Mapping[str, Any]) -> str:
