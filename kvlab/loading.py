@@ -29,24 +29,25 @@ from kvlab.weights import LazyTensors
 
 __all__ = ["cpu_gflops_per_s", "default_text", "load_default_model", "load_model", "resolve_device", "resolve_dtype"]
 
+_CLEARLY = 1.2  # bf16 instructions give about twice the rate of fp32
+
 
 @lru_cache(maxsize=1)
 def cpu_gflops_per_s() -> dict[str, float]:
     """GFLOP/s of a prefill-sized matrix product on this CPU, by dtype (fp32, bf16); measured once a process, in ms.
 
-    CPUs without bf16 instructions emulate them several times slower than fp32.
+    CPUs without bf16 instructions emulate them several times slower than fp32. The two take turns, so that what else
+    runs on the machine slows both.
     """
-    rates = {}
-    for name in ("fp32", "bf16"):
-        x, w = torch.ones(128, 576, dtype=TORCH_DTYPES[name]), torch.ones(1536, 576, dtype=TORCH_DTYPES[name])
-        F.linear(x, w)
-        runs = []
-        for _ in range(5):
+    rows, inner, outer = 128, 576, 1536
+    runs: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    for _ in range(7):
+        for name, seconds in runs.items():
+            x, w = (torch.ones(n, inner, dtype=TORCH_DTYPES[name]) for n in (rows, outer))
             began = time.perf_counter()
             F.linear(x, w)
-            runs.append(time.perf_counter() - began)
-        rates[name] = 2 * x.numel() * len(w) / min(runs) / 1e9
-    return rates
+            seconds.append(time.perf_counter() - began)
+    return {name: 2 * rows * inner * outer / min(seconds) / 1e9 for name, seconds in runs.items()}
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -70,7 +71,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> str:
-    """A dtype name; "auto" is the faster of bf16 and fp32 on a CPU, and bf16 on CUDA, but fp16 where that is emulated.
+    """A dtype name; "auto" is fp32 on a CPU and bf16 where that is clearly faster, so that the next process takes the
+    same one and finds what this one stored; on CUDA it is bf16, but fp16 where that is emulated.
 
     Raises ValueError.
     """
@@ -78,7 +80,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
         if device.type == "cuda":  # before compute capability 8 no bf16 units, nor fused attention for it
             return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
         rates = cpu_gflops_per_s()
-        return max(rates, key=lambda name: rates[name])
+        return "bf16" if rates["bf16"] > _CLEARLY * rates["fp32"] else "fp32"
     if dtype not in TORCH_DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(TORCH_DTYPES)}")
     return dtype

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from kvlab import loading
 from kvlab.arch import ModelArch
 from kvlab.attention import attend, attend_each, causal_mask
 from kvlab.blocks import BlockAllocator
@@ -336,9 +338,28 @@ def test_length_dependent_rope_is_refused():
         rope_for(decoder, 128, torch.device("cpu"))
 
 
-def test_auto_dtype_is_stable_within_a_process():
+def test_auto_dtype_is_stable_and_bf16_only_where_that_is_clearly_faster(monkeypatch):
     cpu = torch.device("cpu")
     assert load_model("tiny").dtype == resolve_dtype("auto", cpu) == resolve_dtype("auto", cpu)
+    for bf16, expected in ((30.0, "fp32"), (110.0, "fp32"), (200.0, "bf16")):  # emulated, a tie, instructions for it
+        monkeypatch.setattr(loading, "cpu_gflops_per_s", lambda rate=bf16: {"fp32": 100.0, "bf16": rate})
+        assert resolve_dtype("auto", cpu) == expected
+
+
+def test_a_busy_spell_slows_both_dtypes_alike(monkeypatch):
+    now = itertools.count()
+    seen = []
+
+    def linear(x, w):
+        seen.append(x.dtype)
+        for _ in range(100 if len(seen) <= 5 else 3):  # the first five products meet a busy machine
+            next(now)
+
+    monkeypatch.setattr(loading, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    monkeypatch.setattr(loading, "F", SimpleNamespace(linear=linear))
+    rates = loading.cpu_gflops_per_s.__wrapped__()
+    assert rates["fp32"] == rates["bf16"]
+    assert seen[:4] == [torch.float32, torch.bfloat16] * 2
 
 
 def test_a_gpu_that_is_not_there_is_refused_and_one_that_emulates_bf16_computes_in_fp16(monkeypatch):

@@ -39,7 +39,7 @@ def examine(folder: Path) -> tuple[dict[str, Any], list[str]]:
     import torch
 
     from kvlab import weights
-    from kvlab.loading import cpu_gflops_per_s
+    from kvlab.loading import cpu_gflops_per_s, resolve_dtype
     from kvlab.records import machine_facts
     from kvlab.units import format_bytes
 
@@ -47,11 +47,11 @@ def examine(folder: Path) -> tuple[dict[str, Any], list[str]]:
     device = "cuda" if has_cuda else "cpu"
     facts = machine_facts(device)
     findings = []
-    rates = cpu_gflops_per_s()
-    dtype = max(rates, key=lambda name: rates[name])
-    facts["cpu GFLOP/s"] = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+    dtype = resolve_dtype("auto", torch.device("cpu"))
+    facts["cpu GFLOP/s"] = ", ".join(f"{name} {rate:.0f}" for name, rate in cpu_gflops_per_s().items())
     findings.append(
-        f"On the CPU kvlab computes in {dtype}: the faster of bf16 and fp32 here ({facts['cpu GFLOP/s']} GFLOP/s)."
+        f"On the CPU kvlab computes in {dtype} here; it takes bf16 where that is clearly faster than fp32"
+        f" ({facts['cpu GFLOP/s']} GFLOP/s)."
     )
     if has_cuda:
         facts["pinned memory"] = _pinned()
