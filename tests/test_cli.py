@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvlab.cli import app
+from kvlab.cli.report import uneven_pace
 from kvlab.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -277,3 +278,24 @@ def test_bench_refuses_a_folder_to_write_to_before_it_measures(tmp_path):
     assert result.exit_code == 2
     assert "is a folder" in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("took_s", "predicted_s", "said"),
+    [
+        (2.0, 2.9, ""),
+        (2.9, 2.0, ""),
+        (
+            0.577,
+            2.72,
+            "256 tokens took 577 ms and was predicted to take 2.72 s. The machine was slower while it was cal",
+        ),
+        (2.72, 0.577, "The machine was slower while it was measured"),
+    ],
+)
+def test_a_machine_that_was_busy_for_half_of_the_time_is_said(took_s, predicted_s, said):
+    # Short prefixes are all noise: only the longest one counts.
+    tier = {"tokens": [16, 256], "recompute_s": [0.1, took_s], "predicted_recompute_s": [0.9, predicted_s]}
+    warning = uneven_pace(tier)
+    assert said in warning
+    assert bool(said) == bool(warning)

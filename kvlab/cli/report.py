@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from kvlab.experiments.crossover import Prediction
     from kvlab.machine import Machine
 
-__all__ = ["narrow_table", "sentence", "show_machine", "show_predictions", "show_result"]
+__all__ = ["narrow_table", "sentence", "show_machine", "show_predictions", "show_result", "uneven_pace"]
+
+_UNEVEN = 1.5  # what calibration and measurement may differ by before it is said
 
 
 def narrow_table(title: str, right: Sequence[str], left: Sequence[str] = ()) -> Table:
@@ -95,6 +97,21 @@ def show_result(record: Mapping[str, Any]) -> None:
     out.print("Reloaded logits equal the resident cache's bit for bit at every length and in every round.\n")
     for tier in record["tiers"]:
         out.print(sentence(tier), markup=False)
+    if warning := uneven_pace(record["tiers"][0]):
+        out.print(f"\n{warning}", markup=False)
+
+
+def uneven_pace(tier: Mapping[str, Any]) -> str:
+    """A warning where computing the longest prefix took another time than its calibration says, else ""."""
+    tokens, took_s, predicted_s = (tier[key][-1] for key in ("tokens", "recompute_s", "predicted_recompute_s"))
+    if 1 / _UNEVEN < predicted_s / took_s < _UNEVEN:
+        return ""
+    when = "calibrated" if predicted_s > took_s else "measured"
+    return (
+        f"Mind: computing {tokens:,} tokens took {format_s(took_s)} and was predicted to take"
+        f" {format_s(predicted_s)}. The machine was slower while it was {when}: other programs, a thermal limit, or a"
+        " calibration of another day. Predictions above and machine.json are off by as much; run again when it is idle."
+    )
 
 
 def _emulated(tier: Mapping[str, Any]) -> str:
