@@ -8,7 +8,7 @@ from stand_in_graph import RecordingStreams
 
 from kvlab.attention import attend, causal_mask
 from kvlab.blocks import blocks_for
-from kvlab.experiments.bench.attention import attention_row, products, sdpa
+from kvlab.experiments.bench.attention import attention_row, flex, products, sdpa
 from kvlab.experiments.bench.decode import decode_rows
 from kvlab.experiments.bench.model import prefill_row, weight_bytes, weight_products
 from kvlab.loading import load_model
@@ -30,6 +30,13 @@ def test_sdpa_and_ours_are_given_the_same_task(tokens, cached):
     theirs = sdpa(q, k, v)()[0].transpose(0, 1).flatten(1)
     assert torch.allclose(attend(q, k, v, mask), theirs, atol=1e-5)
     products(q, k, v)()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 40), (7, 40), (90, 0)])
+def test_flex_attention_is_given_the_same_task(tokens, cached):
+    q, k, v = torch.randn(tokens, 6, 16), torch.randn(cached + tokens, 2, 16), torch.randn(cached + tokens, 2, 16)
+    assert torch.allclose(flex(q, k, v, lambda function: function)(), sdpa(q, k, v)(), atol=1e-5)
 
 
 def test_an_attention_row_names_its_ratio_and_goal():

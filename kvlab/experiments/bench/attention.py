@@ -1,8 +1,12 @@
-"""Attention alone beside torch's scaled_dot_product_attention: whole prompts, and a short suffix on a cached prefix."""
+"""Attention alone beside torch's scaled_dot_product_attention, and FlexAttention on CUDA: whole prompts, and a short
+suffix on a cached prefix.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +17,7 @@ from kvlab.experiments.bench.rows import Progress, Row, interleave, judged, rati
 from kvlab.pool import TORCH_DTYPES
 from kvlab.records import median
 
-__all__ = ["attention_row", "bench_attention", "products", "sdpa", "synchronised"]
+__all__ = ["attention_row", "bench_attention", "flex", "products", "sdpa", "synchronised"]
 
 # Query heads, KV heads, head_dim.
 _SHAPES = {"SmolLM2": (9, 3, 64), "8B": (32, 8, 128)}
@@ -57,29 +61,37 @@ def attention_row(
     if cached:  # as they are read from a cache, kvlab's or transformers': each head's in one piece
         k, v = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (k, v))
     mask = causal_mask(tokens, cached + tokens, heads // kv_heads, q) if tokens > 1 else None
-    seconds = interleave(
-        {
-            "ours": synchronised(lambda: attend(q, k, v, mask), q.device),
-            "sdpa": synchronised(sdpa(q, k, v), q.device),
-            "products": synchronised(products(q, k, v), q.device),
-        },
-        rounds,
-    )
+    arms: dict[str, Callable[[], object]] = {
+        "ours": synchronised(lambda: attend(q, k, v, mask), q.device),
+        "sdpa": synchronised(sdpa(q, k, v), q.device),
+        "products": synchronised(products(q, k, v), q.device),
+    }
+    note = ""
+    if q.is_cuda:  # elsewhere it needs a C++ compiler
+        flexible = synchronised(flex(q, k, v, torch.compile), q.device)
+        try:
+            flexible()  # compiles
+            arms["flex"] = flexible
+        except Exception as error:  # what it takes depends on shape, torch and Triton
+            note = f"FlexAttention: {type(error).__name__}"
+    seconds = interleave(arms, rounds)
     block = min(tokens, _BLOCK)
     visible = tokens * cached + tokens * (tokens + 1) / 2  # (query, key) pairs, of which `products` computes a block
     share = visible / (block * (cached + tokens))
-    ours, theirs, least = median(seconds["ours"]), median(seconds["sdpa"]), share * median(seconds["products"])
+    ours, least = median(seconds["ours"]), share * median(seconds["products"])
+    peers = {name: median(seconds[name]) for name in ("sdpa", "flex") if name in seconds}
     row = Row(
         title,
         ours * 1e3,
         "ms",
         floor=least * 1e3,
         of_floor=least / ours,
-        peers={"sdpa": theirs * 1e3},
-        of_peer={"sdpa": theirs / ours},
+        peers={name: theirs * 1e3 for name, theirs in peers.items()},
+        of_peer={name: theirs / ours for name, theirs in peers.items()},
         interval=ratio_interval([share * s for s in seconds["products"]], seconds["ours"]),
         goal=f"≥ {goal:g} × sdpa",
-        met=theirs >= goal * ours,
+        met=peers["sdpa"] >= goal * ours,
+        note=note,
     )
     return judged(row, device, dtype)
 
@@ -96,6 +108,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     return lambda: F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, compiled: Callable[..., Any]) -> Callable[[], Tensor]:
+    """Torch's FlexAttention as `compiled` makes it, its block mask made beforehand; arguments as for `attend`."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    cached = len(k) - len(q)
+    blocks = create_block_mask(lambda _, __, row, key: key <= row + cached, None, None, len(q), len(k), str(q.device))
+    query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return partial(compiled(flex_attention), query, key, value, block_mask=blocks, enable_gqa=grouped)
 
 
 def products(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
