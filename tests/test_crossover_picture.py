@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from kvlab.lab.draw import crossover_figure
-from kvlab.lab.draw.style import png
+from kvlab.lab.draw.style import png, shade_interval
 
 
 def tier(name):
@@ -20,7 +21,7 @@ def tier(name):
         "predicted_reload_s": [0.11, 0.2, 0.6],
         "crossover_tokens": 0 if name == "disk" else 64,
         "predicted_crossover_tokens": 80,
-        "crossover_interval": [32, 128],
+        "crossover_interval": [0, 0] if name == "disk" else [32, 128],
     }
 
 
@@ -71,3 +72,27 @@ def test_a_picture_loads_what_it_needs_itself_and_not_torch():
         "from kvlab.lab import draw; assert all(hasattr(draw, name) for name in draw.__all__)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parent.parent)
+
+
+def test_no_flip_is_shaded_where_one_way_always_wins(figure):
+    for axis in figure.axes:
+        legend = [text.get_text() for text in axis.get_legend().get_texts()]
+        assert ("flip, 95 % interval" in legend) == (not axis.get_title().startswith("disk"))
+
+
+@pytest.mark.parametrize(
+    ("interval", "shaded"),
+    [
+        (None, None),
+        ((None, None), None),
+        ((0, 0), None),
+        ((0, 64), (16, 64)),
+        ((32, None), (32, 256)),
+        ((32, 999), (32, 256)),
+    ],
+)
+def test_an_interval_that_leaves_the_picture_is_shaded_up_to_its_edge(interval, shaded):
+    axis = Figure().add_subplot()
+    shade_interval(axis, interval, 16, 256)
+    drawn = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axis.patches]
+    assert drawn == ([] if shaded is None else [shaded])

@@ -9,7 +9,17 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlab.lab.draw.style import FLIP, PREDICTED, RECOMPUTE, RELOAD, plain_axes, seconds_axis, stamp, token_axis
+from kvlab.lab.draw.style import (
+    FLIP,
+    PREDICTED,
+    RECOMPUTE,
+    RELOAD,
+    plain_axes,
+    seconds_axis,
+    shade_interval,
+    stamp,
+    token_axis,
+)
 
 __all__ = ["crossover_figure"]
 
@@ -60,12 +70,7 @@ def _tier_panel(axis: Axes, tier: Mapping[str, Any]) -> None:
 
 def _mark_flip(axis: Axes, tier: Mapping[str, Any]) -> None:
     first, last = tier["tokens"][0], tier["tokens"][-1]
-    interval = tier["crossover_interval"]
-    if interval is not None and interval[0] is not None:
-        # An end of "always" or "never" lies outside the picture: shade up to its edge.
-        low, high = max(interval[0], first), min(interval[1] or last, last)
-        if high > low:
-            axis.axvspan(low, high, color=FLIP, alpha=0.10, linewidth=0, label="flip, 95 % interval")
+    shade_interval(axis, tier["crossover_interval"], first, last)
     if tier["crossover_tokens"]:
         axis.axvline(tier["crossover_tokens"], color=FLIP, linewidth=1.2, label="flip, measured")
     predicted = tier["predicted_crossover_tokens"]

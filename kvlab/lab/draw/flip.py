@@ -22,6 +22,7 @@ from kvlab.lab.draw.style import (
     RELOAD,
     new_figure,
     seconds_axis,
+    shade_interval,
     stamp,
     token_axis,
 )
@@ -178,11 +179,7 @@ def _draw_measured(axis: Axes, record: Mapping[str, Any]) -> str:
             tokens, tier[f"{name}_s"], color=colour, marker=marker, markersize=6, linewidth=2, label=f"{name}, measured"
         )
     at = tier["crossover_tokens"]
-    interval = tier["crossover_interval"]
-    if interval is not None and interval[0] is not None:
-        first, last = max(interval[0], tokens[0]), min(interval[1] or tokens[-1], tokens[-1])
-        if last > first:
-            axis.axvspan(first, last, color=FLIP, alpha=0.10, linewidth=0, label="flip, 95 % interval")
+    shade_interval(axis, tier["crossover_interval"], tokens[0], tokens[-1])
     if at is None:
         return f"measured: recompute still wins at {tokens[-1]:,} tokens"
     if at == 0:

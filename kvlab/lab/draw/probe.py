@@ -8,7 +8,17 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlab.lab.draw.style import CACHED, FLIP, RECOMPUTE, RELOAD, plain_axes, seconds_axis, stamp, token_axis
+from kvlab.lab.draw.style import (
+    CACHED,
+    FLIP,
+    RECOMPUTE,
+    RELOAD,
+    plain_axes,
+    seconds_axis,
+    shade_interval,
+    stamp,
+    token_axis,
+)
 
 __all__ = ["probe_figure"]
 
@@ -65,12 +75,7 @@ def _panel(axis: Axes, level: Mapping[str, Any], server: Mapping[str, Any]) -> N
 def _mark_flip(axis: Axes, found: Mapping[str, Any]) -> None:
     if not found["tokens"]:
         return
-    first, last, interval = found["tokens"][0], found["tokens"][-1], found["crossover_interval"]
-    if interval is not None and interval[0] is not None:
-        # An end of "always" or "never" lies outside the picture: shade up to its edge.
-        low, high = max(interval[0], first), min(interval[1] or last, last)
-        if high > low:
-            axis.axvspan(low, high, color=FLIP, alpha=0.10, linewidth=0, label="95 % interval")
+    shade_interval(axis, found["crossover_interval"], found["tokens"][0], found["tokens"][-1])
     if found["crossover_tokens"]:
         axis.axvline(found["crossover_tokens"], color=FLIP, linewidth=1.2, label="flip, measured")
 

@@ -29,6 +29,7 @@ __all__ = [
     "png",
     "save",
     "seconds_axis",
+    "shade_interval",
     "stamp",
     "token_axis",
 ]
@@ -94,3 +95,12 @@ def png(figure: Figure) -> bytes:
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI)
     return buffer.getvalue()
+
+
+def shade_interval(axis: Axes, interval: Sequence[float | None] | None, first: float, last: float) -> None:
+    """Shade where a flip lies: 0 is always, None never. What is outside of the picture ends at its edge."""
+    if interval is None or interval[0] is None:
+        return
+    low, high = max(interval[0], first), last if interval[1] is None else min(interval[1], last)
+    if high > low:
+        axis.axvspan(low, high, color=FLIP, alpha=0.10, linewidth=0, label="flip, 95 % interval")
