@@ -3,6 +3,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -250,11 +251,26 @@ def test_a_vllm_that_ends_is_an_error_with_the_end_of_its_log(tmp_path, python):
 
 
 def test_the_ratio_to_vllm_is_of_times_divided_by_each_processs_own_products():
-    seconds = {"ours": [2.0] * 7, "vllm": [3.0] * 7, "our products": [1.0] * 7, "their products": [2.0] * 7}
+    pace = np.array([1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0])  # from the fourth round on the machine is slow while we run
+    seconds = {"ours": 2 * pace, "ours products": pace, "vllm": [3.0] * 7, "vllm products": [2.0] * 7}
     row = vllm._row("r", seconds, 0.9)
     assert row.of_peer["vllm"] == pytest.approx(0.75)  # 3/2 against 2/1: theirs ran on a machine half as fast
     assert row.met is False
     assert row.interval == (pytest.approx(0.75), pytest.approx(0.75))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the played Python is a shell script")
+def test_the_products_are_timed_before_and_after_every_run(tmp_path, python):
+    model, weights = small(tmp_path)
+    calls, times = [], iter([1.0, 3.0] * 3)
+    with vllm._peer(python, model, weights, None) as peer:
+        peer.products = lambda: calls.append("products") or next(times)
+        seconds = peer.rounds(lambda: calls.append("run") or 7.0, lambda: 9.0, 2)
+    assert calls == ["products", "run", "products"] * 3
+    assert seconds["ours"] == [7.0, 7.0]
+    assert seconds["ours products"] == [2.0, 2.0]
+    assert seconds["vllm"] == [9.0, 9.0]
+    assert all(s > 0 for s in seconds["vllm products"])
 
 
 def test_matrix_products_are_timed():

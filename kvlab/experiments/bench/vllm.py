@@ -1,6 +1,6 @@
 """Time to first token beside vLLM, which runs in its own process and environment; only one of the two works at a time.
 
-Both time the same matrix products in every round, and ours is compared with theirs after each is divided by its own.
+Both time the same matrix products before and after every run, and what is compared are runs divided by their own.
 """
 
 from __future__ import annotations
@@ -101,16 +101,22 @@ class _Peer:
         return found
 
     def rounds(self, ours: Callable[[], float], theirs: Callable[[], float], count: int) -> dict[str, list[float]]:
-        """Seconds of both ways and of the products just before each, whole rounds, the order turning."""
-        seconds: dict[str, list[float]] = {"ours": [], "vllm": [], "our products": [], "their products": []}
+        """Seconds of both ways and of the products around each (their mean), whole rounds, the order turning.
+
+        A run of many seconds may begin on a machine faster than the one it ends on.
+        """
+        seconds: dict[str, list[float]] = {"ours": [], "ours products": [], "vllm": [], "vllm products": []}
+
+        def timed(name: str, run: Callable[[], float], products: Callable[[], float]) -> None:
+            before, took_s, after = products(), run(), products()
+            seconds[name].append(took_s)
+            seconds[f"{name} products"].append((before + after) / 2)
 
         def we() -> None:
-            seconds["our products"].append(self.products())
-            seconds["ours"].append(ours())
+            timed("ours", ours, self.products)
 
         def they() -> None:
-            seconds["their products"].append(self.ask("gemm")["seconds"])
-            seconds["vllm"].append(theirs())
+            timed("vllm", theirs, lambda: float(self.ask("gemm")["seconds"]))
 
         for number in range(count + 1):
             for arm in (we, they) if number % 2 else (they, we):
@@ -166,12 +172,11 @@ def _peer(python: Path, model: Model, weights: Path, storage: Path | None) -> It
 
 
 def _row(name: str, seconds: dict[str, list[float]], goal: float) -> Row:
-    """The ratio is of times divided by those of the products in the same process."""
-    arms = {arm: np.asarray(samples) for arm, samples in seconds.items()}
+    """The ratio is of medians of times divided, each, by the products around it in the same process."""
+    ours, theirs = (np.divide(seconds[arm], seconds[f"{arm} products"]) for arm in ("ours", "vllm"))
 
     def ratio(rounds: Any) -> float:
-        ours, theirs, our_products, their_products = (float(np.median(samples[rounds])) for samples in arms.values())
-        return (theirs / their_products) / (ours / our_products)
+        return float(np.median(theirs[rounds]) / np.median(ours[rounds]))
 
     count = len(seconds["ours"])
     found = ratio(np.arange(count))
@@ -181,8 +186,8 @@ def _row(name: str, seconds: dict[str, list[float]], goal: float) -> Row:
         "ms",
         peers={
             "vllm": median(seconds["vllm"]) * 1e3,
-            "matrix products here": median(seconds["our products"]) * 1e3,
-            "matrix products there": median(seconds["their products"]) * 1e3,
+            "matrix products here": median(seconds["ours products"]) * 1e3,
+            "matrix products there": median(seconds["vllm products"]) * 1e3,
         },
         of_peer={"vllm": found},
         interval=bootstrap_interval(ratio, count),
