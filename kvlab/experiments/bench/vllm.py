@@ -198,7 +198,7 @@ def _row(name: str, seconds: dict[str, list[float]], goal: float) -> Row:
 
 def _prefill_row(model: Model, ids: Sequence[int], peer: _Peer) -> Row:
     """Both engines compute the whole prompt in one pass and give one token; neither keeps a prefix."""
-    count = 9 if len(ids) <= 1024 else 7
+    count = 31 if len(ids) <= 128 else 9 if len(ids) <= 1024 else 7
     with Engine(model, len(ids) // _BLOCK + 2, _BLOCK, policy=Recompute(), token_budget=len(ids)) as engine:
         seconds = peer.rounds(lambda: _ttft_s(engine, ids), lambda: float(peer.ask(list(ids))["seconds"]), count)
     goal = 0.9 if len(ids) <= 512 else 1.0
