@@ -50,6 +50,29 @@ def test_a_long_prompt_shows_that_whole_prompts_have_faster_attention():
     assert short.seconds(ARCH, 0, 4096) > 1.3 * true.seconds(ARCH, 0, 4096)
 
 
+def launch_bound(grid, longer_s=0.001) -> list[PrefillSample]:
+    return [PrefillSample(rows, cached, (0.009 + longer_s * (cached > 0),)) for rows, cached in grid]
+
+
+@pytest.mark.parametrize("longest", [512, 1024, 2048])  # of the text: a chat calibrates on 512 tokens
+def test_passes_that_all_take_as_long_as_their_launches_are_predicted_so(longest):
+    """A small model on a GPU: 9 ms whatever the rows, and 1 ms more behind cached tokens, however many."""
+    grid = [(rows, cached) for rows, cached in [*GRID, (2048, 0), (16, 16)] if rows <= longest]
+    fitted = fit_prefill(ARCH, launch_bound(grid), 35e-6, "bf16")
+    for tokens in (16, 48, 300, 512, 1040, 2048):
+        assert fitted.seconds(ARCH, 0, min(tokens, longest)) == pytest.approx(0.009, rel=0.02)
+    assert fitted.seconds(ARCH, 4096, 4112) == pytest.approx(0.010, rel=0.15)
+
+
+def test_launches_behind_cached_tokens_are_not_taken_for_attention():
+    true = Prefill(0.003, Curve(((1.0, 1e13),)), Curve(((1.0, 4e11),)), ARCH.name)
+    grid = [*GRID, (16, 16)]
+    longer = [PrefillSample(s.rows, s.cached, (s.seconds[0] + 0.001 * (s.cached > 0),)) for s in times_of(true, grid)]
+    fitted = fit_prefill(ARCH, longer, 2 * ARCH.head_macs / 1e13, "bf16")
+    for _, rate in fitted.attention_flops_per_s.points:
+        assert rate == pytest.approx(4e11, rel=0.01)
+
+
 def test_noise_larger_than_attention_does_not_break_the_fit():
     flat = [PrefillSample(rows, cached, (0.05 + rows * 1e-3,)) for rows, cached in GRID]
     fitted = fit_prefill(ARCH, flat, 0.01, "fp32")

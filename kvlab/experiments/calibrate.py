@@ -125,9 +125,11 @@ def _time_prefill(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[Pref
     cached = min(_CACHED_TOKENS, len(tokens) // 2) // rig.block_size * rig.block_size
     grid = [(rows, 0) for rows in (*_ROWS, _WHOLE_TOKENS) if rows <= len(tokens)]
     grid += [(rows, cached) for rows in _CACHED_ROWS if cached and cached + rows <= len(tokens)]
+    if cached >= 8 * rig.block_size:
+        grid.append((_CACHED_ROWS[0], rig.block_size))
     table = rig.table(len(tokens))
-    # Warm-up, and real keys behind which the cached passes run.
-    warm_s = rig.prefill(tokens[: cached + max(_CACHED_ROWS)], table).ttft_s
+    # Warm-up, and real keys behind which the cached passes run. Once more: the first pass of a process loads libraries.
+    warm_s = min(rig.prefill(tokens[: cached + max(_CACHED_ROWS)], table).ttft_s for _ in range(2))
     if len(tokens) >= _LONG_TOKENS and 3 * 2 * warm_s <= _LONG_SHARE * budget_s:  # three rounds, twice as long each
         grid.append((_LONG_TOKENS, 0))
     seconds: dict[tuple[int, int], list[float]] = {case: [] for case in grid}
@@ -211,18 +213,20 @@ def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float
     """Rates from timed passes: attention from what cached tokens add at equal rows, linear from the rest.
 
     Of a long whole prompt: attention is what it takes beyond two of half its length. The fixed part is the intercept of
-    the three shortest uncached passes, less attention and the LM head, not below 0.
+    the three shortest uncached passes, less attention and the LM head, not below 0; a tenth of each pass at least stays
+    with its FLOPs: where launching kernels is what takes the time, all lengths take alike and nothing would be left.
     """
     times = {(s.rows, s.cached): median(s.seconds) for s in samples}
     plain = sorted(rows for rows, cached in times if cached == 0)
+    far = max(cached for _, cached in times)
+    launches_s = _launches_s(arch, times, far)
     attention: list[tuple[float, float]] = []
     for (rows, cached), seconds in sorted(times.items()):
-        if cached and (rows, 0) in times:
-            extra_s = seconds - times[rows, 0]
-            extra_flops = attention_flops(arch, cached, cached + rows) - attention_flops(arch, 0, rows)
+        if cached and cached == far and (rows, 0) in times:
+            extra_s = seconds - times[rows, 0] - launches_s
             # Below 2 % of the pass the difference is noise; the neighbouring knot then serves.
             if extra_s > 0.02 * seconds:
-                attention.append((rows, extra_flops / extra_s))
+                attention.append((rows, _extra_flops(arch, rows, cached) / extra_s))
     if (long := plain[-1]) == _LONG_TOKENS:
         extra_s = times[long, 0] - 2 * times[long // 2, 0] + head_s
         extra_flops = attention_flops(arch, 0, long) - 2 * attention_flops(arch, 0, long // 2)
@@ -233,11 +237,11 @@ def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float
     attention_curve = Curve(tuple(attention) or ((1.0, fallback),))
     rest_s = {rows: times[rows, 0] - head_s - attention_flops(arch, 0, rows) / attention_curve(rows) for rows in plain}
     fixed_s = max(0.0, _intercept([(rows, rest_s[rows]) for rows in plain[:3]]))
+    fixed_s = max(0.0, min([fixed_s, *(rest_s[rows] - 0.1 * times[rows, 0] for rows in plain)]))
     linear = [(1.0, 2 * arch.head_macs / head_s)]
     for rows in plain:
-        left_s = rest_s[rows] - fixed_s
-        if left_s > 0.1 * times[rows, 0]:
-            linear.append((rows, linear_flops(arch, rows) / left_s))
+        left_s = max(rest_s[rows] - fixed_s, 0.1 * times[rows, 0])
+        linear.append((rows, linear_flops(arch, rows) / left_s))
     return Prefill(
         per_chunk_s=fixed_s,
         linear_flops_per_s=Curve(tuple(linear)),
@@ -248,6 +252,25 @@ def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float
         spread=relative_spread([s.seconds for s in samples]),
         source="measured",
     )
+
+
+def _extra_flops(arch: ModelArch, rows: int, cached: int) -> int:
+    """Attention FLOPs that `cached` tokens add to a pass of `rows` new ones."""
+    return attention_flops(arch, cached, cached + rows) - attention_flops(arch, 0, rows)
+
+
+def _launches_s(arch: ModelArch, times: Mapping[tuple[int, int], float], far: int) -> float:
+    """What a pass behind cached tokens takes more, however few they are: launches, not attention.
+
+    Where passes of equal rows were timed behind few and behind `far` tokens: the line through both, behind none. 0
+    below 5 % of the pass, which is noise.
+    """
+    for (rows, near), seconds in times.items():
+        if 0 < near < far and (rows, 0) in times and (rows, far) in times:
+            share = _extra_flops(arch, rows, near) / _extra_flops(arch, rows, far)
+            extra_s = (seconds - share * times[rows, far]) / (1 - share) - times[rows, 0]
+            return extra_s if extra_s > 0.05 * seconds else 0.0
+    return 0.0
 
 
 def measure_link(
