@@ -39,9 +39,9 @@ GROUPS: dict[str, Group] = {
     "prefill": Group("model", "time to first token beside transformers and the floor", 8, ("transformers",)),
     "decode": Group("decode", "time per token, batch 1 and 8, beside transformers", 2, ("transformers",)),
     "resume": Group("model", "a resume from host RAM beside a full prefill; what of a disk reload is hidden", 2),
-    "prediction": Group("model", "predicted beside measured times at unseen lengths", 6),
-    "engine": Group("engine", "agents under three policies; look-ups, scheduling, loading behind computing", 15),
-    "simulate": Group("simulate", "a long trace, the real engine beside it, policies in many cells", 12),
+    "prediction": Group("model", "predicted beside measured times at unseen lengths", 4),
+    "engine": Group("engine", "agents under three policies; look-ups, scheduling, loading behind computing", 6),
+    "simulate": Group("simulate", "a long trace, the real engine beside it, policies in many cells", 10),
     "vllm": Group("vllm", "time to first token, computed and from disk, beside vLLM", 11, ("vllm",)),
 }
 

@@ -68,6 +68,7 @@ def attention_row(
     }
     note = ""
     if q.is_cuda:  # elsewhere it needs a C++ compiler
+        torch.compiler.reset()  # after some eight shapes of one function it would run that one uncompiled
         flexible = synchronised(flex(q, k, v, torch.compile), q.device)
         try:
             flexible()  # compiles

@@ -19,7 +19,7 @@ from kvlab.engine import Engine
 from kvlab.experiments.agents import Arm, Rounds, mean_ttft_s, measure, regret, replays
 from kvlab.experiments.bench.model import model_and_text
 from kvlab.experiments.bench.overlap import BLOCK, layer_groups, overlap_rows
-from kvlab.experiments.bench.rows import Progress, Row, interleave, median_interval
+from kvlab.experiments.bench.rows import Progress, Row, interleave, judged, median_interval
 from kvlab.experiments.calibrate import TierFactory, calibrate
 from kvlab.experiments.workload import Workload, agent_workload, mixing_link
 from kvlab.fingerprint import Fingerprint, block_hashes
@@ -96,13 +96,9 @@ def agent_rows(
             yield replace(row, note=note if title == _LINK else "")
     outputs = ([resume.output for resumes in played for resume in resumes] for played in measured.values())
     differ = sum(len(set(same)) > 1 for same in zip(*outputs, strict=True))
-    yield Row(
-        f"{name}: resumes whose tokens differ between policies, of {rounds * len(workload.resumes)}",
-        float(differ),
-        "resumes",
-        goal="0",
-        met=differ == 0,
-    )
+    # On a GPU whole and chunked passes are computed by different kernels.
+    title = f"{name}: resumes whose tokens differ between policies, of {rounds * len(workload.resumes)}"
+    yield judged(Row(title, float(differ), "resumes", goal="0", met=differ == 0), model.device, model.dtype)
 
 
 def _disks(folder: Path) -> TierFactory:

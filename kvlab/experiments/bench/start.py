@@ -24,7 +24,7 @@ __all__ = ["bench_start"]
 _MAIN = "from kvlab.cli import main; main()"
 
 
-def bench_start(device: str, dtype: str, progress: Progress) -> Iterator[Row]:  # noqa: ARG001
+def bench_start(device: str, dtype: str, progress: Progress) -> Iterator[Row]:
     """Seconds from the shell, less an empty Python; a whole crossover; microseconds of one `decide` after the first."""
     progress("start: imports and the shell")
     code = "import sys, kvlab; assert 'torch' not in sys.modules"
@@ -33,7 +33,7 @@ def bench_start(device: str, dtype: str, progress: Progress) -> Iterator[Row]:  
     plan = ["plan", "--model", "llama-3.1-8b", "--machine", "h100-sxm-pcie5"]
     yield _seconds_row("kvlab plan, 8B on H100", ["-c", _MAIN, *plan], 1.0)
     progress("the smallest crossover")
-    yield _crossover_row()
+    yield _crossover_row(device, dtype)
     progress("decide")
     for model, machine in (("llama-3.1-8b", "h100-sxm-pcie5"), ("qwen3-8b", "a100-sxm-pcie4")):
         yield _decide_row(model, machine)
@@ -80,9 +80,10 @@ def _process_s(arguments: Sequence[str]) -> float:
         return time.perf_counter() - begin
 
 
-def _crossover_row() -> Row:
+def _crossover_row(device: str, dtype: str) -> Row:
     """All that `kvlab crossover` does for the smallest model, from the shell to the chart."""
-    samples = [_process_s(["-c", _MAIN, "crossover", "--model", "tiny"]) for _ in range(7)]
+    command = ["-c", _MAIN, "crossover", "--model", "tiny", "--device", device, "--dtype", dtype]
+    samples = [_process_s(command) for _ in range(7)]
     took_s = median(samples)
     return Row(
         "kvlab crossover --model tiny, in all",
