@@ -46,8 +46,8 @@ class Chat:
     """`kvlab chat` with a seeded model in this process, with everything that it keeps in one folder."""
 
     def __init__(self, folder, *options, gb_per_s=100.0):
-        self.options = ["chat", "--model", "tiny", "--dtype", "fp64", "--disk", str(folder / "kv"), "--machine"]
-        self.options += [str(machine_file(folder, gb_per_s)), "--max-new-tokens", "8", *options]
+        self.options = ["chat", "--model", "tiny", "--dtype", "fp64", "--device", "cpu", "--disk", str(folder / "kv")]
+        self.options += ["--machine", str(machine_file(folder, gb_per_s)), "--max-new-tokens", "8", *options]
 
     def __call__(self, *lines, exit_code=0):
         """The result of typing `lines`; its `tokens` are those of each conversation in the end, by name."""

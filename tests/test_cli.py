@@ -178,7 +178,7 @@ def test_a_pool_that_does_not_fit_says_bytes_needed_and_free(tmp_path, monkeypat
         "kvlab.cli.main()"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, "crossover", "--model", "tiny"],
+        [sys.executable, "-c", code, "crossover", "--model", "tiny", "--device", "cpu"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
