@@ -138,6 +138,8 @@ def sentence(tier: Mapping[str, Any]) -> str:
     kind = _emulated(tier)
     if at == 0:
         ties = [(even, n) for even, n in zip(tier["break_even_gb_per_s"], tier["tokens"], strict=True) if even]
+        if not ties:  # computing the prefix costs nothing that can be measured: see "tie at"
+            return f"{name}{kind}: reload wins at every measured length, by less than the two ways scatter."
         (slowest, at_slowest), (fastest, at_fastest) = min(ties), max(ties)
         return (
             f"{name}{kind}: reload wins at every measured length: the link would have to be slower than"
