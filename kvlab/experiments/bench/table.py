@@ -85,7 +85,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         " row has no ratio. Where there is a floor its ratio comes first.",
         "",
         "```sh",
-        *record.get("commands", ()),
+        *(f"{command} --add --out docs/bench.json" for command in record.get("commands", ())),
         "kvlab bench --from docs/bench.json --markdown > docs/bench.md   # this page",
         "```",
     ]

@@ -147,7 +147,7 @@ def _against(name: str, seconds: dict[str, list[float]], amount_bytes: int) -> R
         of_floor=None if floor_s is None else floor_s / took_s["ours"],
         peers={peer: amount_bytes / took_s[peer] / 1e9},
         of_peer={peer: took_s[peer] / took_s["ours"]},
-        interval=ratio_interval(seconds[peer], seconds["ours"]),
+        interval=ratio_interval(seconds["floor" if "floor" in seconds else peer], seconds["ours"]),
         goal=f"≥ 0.8 × {peer}",
         met=took_s[peer] >= 0.8 * took_s["ours"],
     )
