@@ -84,8 +84,9 @@ def kv_bytes(
     """Bytes per tensor-parallel rank that hold the KV cache of `tokens` positions, summed over all layers.
 
     `kv_dtype` None means the dtype the config prescribes, else bf16; states keep their own dtype. With `block_size`,
-    whole blocks are counted. KV heads are divided over `tp` ranks; where they do not divide, heads are replicated
-    (vLLM's rule: at least one head a rank); components without heads (MLA latents, index keys) are on every rank.
+    whole blocks are counted. KV heads are divided over `tp` ranks: at least one a rank (vLLM replicates fewer than
+    ranks), and rounded up where they do not divide (which servers refuse); components without heads (MLA latents, index
+    keys) are on every rank.
     A window of w tokens holds w of them, and w - 1 + max_batched_tokens while a prompt is computed in chunks; in
     blocks that is ceil((w - 1 + max_batched_tokens) / block) + 1 of them, since a window begins anywhere in a block,
     and for aligned chunks of c tokens ceil((c + max_batched_tokens) / block) (vLLM v1, kv_cache_interface.py).
@@ -173,7 +174,7 @@ def _held_tokens(c: CacheComponent, tokens: int, block_size: int | None, max_bat
 def _per_rank(elements: int, heads: int, tp: int) -> int:
     if heads == 0 or elements == 0:
         return elements
-    return elements // heads * -(-heads // tp)  # ceil: heads that do not divide are replicated
+    return elements // heads * -(-heads // tp)  # ceil: fewer heads than ranks are replicated
 
 
 def prefill_flops(arch: ModelArch, start: int, stop: int, mla: str = "expanded") -> int:

@@ -202,7 +202,7 @@ class Calibrated(Policy):
 
     What a second of delay to *one* other is worth, in seconds of this request's time: `decode_delay_value` to an active
     decode, `queue_delay_value` to a request that waits for its turn or for a link, or will: see `Situation.delayed` and
-    `delayed_loads`. 1, without any tuning, minimises the mean time to first token.
+    `delayed_loads`. 0 counts this request alone; 1 aims at the least mean time to first token of all.
     Not `load_aware`: it judges as if nothing else went on, neither on the link nor on the accelerator.
     """
 
