@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Literal
 
@@ -72,7 +72,7 @@ class Situation:
     """
 
     key: tuple[int, int]
-    arch: ModelArch
+    arch: ModelArch = field(repr=False)
     kv_dtype: str
     block_size: int
     prompt: int
@@ -117,7 +117,7 @@ class Decision:
     ttft_reload_s: float | None = None
     ttft_recompute_s: float | None = None
     ttft_split_s: float | None = None
-    verdict: Verdict | None = None
+    verdict: Verdict | None = field(default=None, repr=False)
     made_s: float = 0.0
     actual_s: float | None = None
     estimated_regret_s: float | None = None

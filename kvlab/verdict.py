@@ -6,7 +6,7 @@ Arithmetic on a `ModelArch` and a `Machine`. Does not know requests, queues' con
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -37,8 +37,8 @@ class Verdict:
     value; `choice` compares costs.
     """
 
-    arch: ModelArch
-    machine: Machine
+    arch: ModelArch = field(repr=False)
+    machine: Machine = field(repr=False)
     prefix: int
     suffix: int
     tier: str

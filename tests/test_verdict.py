@@ -506,3 +506,7 @@ def test_a_cache_is_taken_to_hold_what_the_machine_was_measured_in():
     assert size(dtype="fp32", kv_dtype="bf16") == size()
     assert 2 * size(replace(TINY, kv_dtype="fp8"), dtype="fp32") == size()
     assert decide(TINY, machine(), prefix=64, suffix=16, kv_dtype="bfloat16").kv_dtype == "bf16"
+
+
+def test_a_verdict_can_be_read_where_it_is_printed():
+    assert "Machine(" not in repr(decide(TINY, machine(), prefix=64, suffix=16, tier="host"))
