@@ -44,7 +44,8 @@ _ROWS = (16, 32, 64, 128, 256, 512)
 _CACHED_ROWS = (16, 128, 512)
 _CACHED_TOKENS = 1024
 _WHOLE_TOKENS = 1024
-_LONG_TOKENS = 2 * _WHOLE_TOKENS  # long prompts may get another kernel; only where they are cheap:
+# Long prompts may get another kernel, and a GPU shows in them alone what computing takes; only where they are cheap:
+_LONG_ROWS = {"cpu": (2048,), "cuda": (2048, 4096, 8192)}
 _LONG_SHARE = 0.3  # of the time for prefill
 _DECODE_ROWS = (1, 3)
 _DECODE_CACHED = (16, 512)  # of the longest row
@@ -87,7 +88,7 @@ def calibrate(
     """
     if len(tokens) < 64:
         raise ValueError(f"calibration needs at least 64 tokens of text, got {len(tokens)}")
-    longest = min(len(tokens), _LONG_TOKENS, model.arch.max_positions)
+    longest = min(len(tokens), _LONG_ROWS[model.device.type][-1], model.arch.max_positions)
     with Rig(model, block_size=block_size, max_tokens=longest) as rig:
         progress("prefill: linear layers and attention, apart")
         samples = _time_prefill(rig, tokens[:longest], budget_s * 0.7)
@@ -130,8 +131,12 @@ def _time_prefill(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[Pref
     table = rig.table(len(tokens))
     # Warm-up, and real keys behind which the cached passes run. Once more: the first pass of a process loads libraries.
     warm_s = min(rig.prefill(tokens[: cached + max(_CACHED_ROWS)], table).ttft_s for _ in range(2))
-    if len(tokens) >= _LONG_TOKENS and 3 * 2 * warm_s <= _LONG_SHARE * budget_s:  # three rounds, twice as long each
-        grid.append((_LONG_TOKENS, 0))
+    for rows in _LONG_ROWS[rig.model.device.type]:
+        passes_s = (
+            3 * 2 * warm_s * (rows / 2048) ** 2
+        )  # three rounds; 2,048 tokens take some twice as long as the warm-up
+        if len(tokens) >= rows and passes_s <= _LONG_SHARE * budget_s:
+            grid.append((rows, 0))
     seconds: dict[tuple[int, int], list[float]] = {case: [] for case in grid}
     begin = time.perf_counter()
     for done in range(9):
@@ -212,9 +217,9 @@ def _time_head(arch: ModelArch, dtype: str, device: torch.device) -> float:
 def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float, dtype: str) -> Prefill:
     """Rates from timed passes: attention from what cached tokens add at equal rows, linear from the rest.
 
-    Of a long whole prompt: attention is what it takes beyond two of half its length. The fixed part is the intercept of
-    the three shortest uncached passes, less attention and the LM head, not below 0; a tenth of each pass at least stays
-    with its FLOPs: where launching kernels is what takes the time, all lengths take alike and nothing would be left.
+    Of long whole prompts: attention is what they take beyond two of half their length. The fixed part is the intercept
+    of the three shortest uncached passes, less attention and the LM head, not below 0; a tenth of each pass at least
+    stays with its FLOPs: where launching kernels takes the time, all lengths take alike and nothing would be left.
     """
     times = {(s.rows, s.cached): median(s.seconds) for s in samples}
     plain = sorted(rows for rows, cached in times if cached == 0)
@@ -227,31 +232,41 @@ def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float
             # Below 2 % of the pass the difference is noise; the neighbouring knot then serves.
             if extra_s > 0.02 * seconds:
                 attention.append((rows, _extra_flops(arch, rows, cached) / extra_s))
-    if (long := plain[-1]) == _LONG_TOKENS:
+    for long in (rows for rows in plain if rows > _WHOLE_TOKENS and (rows // 2, 0) in times):
         extra_s = times[long, 0] - 2 * times[long // 2, 0] + head_s
         extra_flops = attention_flops(arch, 0, long) - 2 * attention_flops(arch, 0, long // 2)
         if extra_s > 0.1 * times[long, 0]:  # the noise of three timings
             attention.append((long, extra_flops / extra_s))
-    # Without a usable difference attention is charged at the rate of the linear layers.
-    fallback = linear_flops(arch, plain[-1]) / times[plain[-1], 0]
-    attention_curve = Curve(tuple(attention) or ((1.0, fallback),))
-    rest_s = {rows: times[rows, 0] - head_s - attention_flops(arch, 0, rows) / attention_curve(rows) for rows in plain}
-    fixed_s = max(0.0, _intercept([(rows, rest_s[rows]) for rows in plain[:3]]))
-    fixed_s = max(0.0, min([fixed_s, *(rest_s[rows] - 0.1 * times[rows, 0] for rows in plain)]))
-    linear = [(1.0, 2 * arch.head_macs / head_s)]
-    for rows in plain:
-        left_s = max(rest_s[rows] - fixed_s, 0.1 * times[rows, 0])
-        linear.append((rows, linear_flops(arch, rows) / left_s))
+    if not attention:  # no usable difference: charged at the rate of the linear layers
+        _, linear = _fit_linear(arch, times, dict.fromkeys(plain, 0.0), head_s)
+        attention.append((1.0, max(rate for _, rate in linear)))
+    rates = Curve(tuple(attention))
+    fixed_s, linear = _fit_linear(
+        arch, times, {rows: attention_flops(arch, 0, rows) / rates(rows) for rows in plain}, head_s
+    )
     return Prefill(
         per_chunk_s=fixed_s,
         linear_flops_per_s=Curve(tuple(linear)),
-        attention_flops_per_s=attention_curve,
+        attention_flops_per_s=rates,
         calibrated_on=arch.name,
         calibrated_shape=arch.shape_digest,
         dtype=dtype,
         spread=relative_spread([s.seconds for s in samples]),
         source="measured",
     )
+
+
+def _fit_linear(
+    arch: ModelArch, times: Mapping[tuple[int, int], float], attention_s: Mapping[int, float], head_s: float
+) -> tuple[float, list[tuple[float, float]]]:
+    """The fixed seconds of a pass, and the linear rate at each of the rows of `attention_s`, which is not theirs."""
+    rest_s = {rows: times[rows, 0] - head_s - seconds for rows, seconds in attention_s.items()}
+    shortest_s = _intercept(list(rest_s.items())[:3])
+    fixed_s = max(0.0, min([shortest_s, *(seconds - 0.1 * times[rows, 0] for rows, seconds in rest_s.items())]))
+    rates = [(1.0, 2 * arch.head_macs / head_s)]
+    for rows, seconds in rest_s.items():
+        rates.append((rows, linear_flops(arch, rows) / max(seconds - fixed_s, 0.1 * times[rows, 0])))
+    return fixed_s, rates
 
 
 def _extra_flops(arch: ModelArch, rows: int, cached: int) -> int:
