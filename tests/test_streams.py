@@ -287,4 +287,4 @@ def test_cuda_times_the_device_and_not_the_call():
         time.sleep(0.1)
         streams.wait_host(event)
         assert event.device_s > 0.002
-        assert 0.02 < event.notice_s < 0.1
+        assert 0.02 < event.notice_s < time.perf_counter() - event.submitted

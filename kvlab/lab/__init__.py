@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvlab.lab import check
     from kvlab.lab.guess import compare, predict
+    from kvlab.lab.models import lesson_model
     from kvlab.lab.widgets import Choice, Slider, explore, show
 
-__all__ = ["Choice", "Slider", "check", "compare", "explore", "predict", "show"]
+__all__ = ["Choice", "Slider", "check", "compare", "explore", "lesson_model", "predict", "show"]
 
 _LAZY = {
     "Choice": "kvlab.lab.widgets",
     "Slider": "kvlab.lab.widgets",
     "compare": "kvlab.lab.guess",
     "explore": "kvlab.lab.widgets",
+    "lesson_model": "kvlab.lab.models",
     "predict": "kvlab.lab.guess",
     "show": "kvlab.lab.widgets",
 }
