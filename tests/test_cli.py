@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvlab.cli import app
-from kvlab.cli.report import uneven_pace
+from kvlab.cli.report import bound_by_launches, uneven_pace
 from kvlab.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -297,5 +297,25 @@ def test_a_machine_that_was_busy_for_half_of_the_time_is_said(took_s, predicted_
     # Short prefixes are all noise: only the longest one counts.
     tier = {"tokens": [16, 256], "recompute_s": [0.1, took_s], "predicted_recompute_s": [0.9, predicted_s]}
     warning = uneven_pace(tier)
+    assert said in warning
+    assert bool(said) == bool(warning)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "took_s", "said"),
+    [
+        ("NVIDIA X", 4096, 0.011, "NVIDIA X computes 4,096 tokens in 1.1 times what it takes for 16"),
+        ("NVIDIA X", 4096, 0.9, ""),
+        ("NVIDIA X", 64, 0.011, ""),  # too near to say
+        (None, 4096, 0.011, ""),
+    ],
+)
+def test_a_gpu_whose_time_is_launches_is_said(gpu, tokens, took_s, said):
+    facts = {"gpu": gpu} if gpu else {}
+    record = {
+        "provenance": {"facts": facts},
+        "tiers": [{"tokens": [16, 64, tokens], "recompute_s": [0.01, 0.01, took_s]}],
+    }
+    warning = bound_by_launches(record)
     assert said in warning
     assert bool(said) == bool(warning)

@@ -15,9 +15,18 @@ if TYPE_CHECKING:
     from kvlab.experiments.crossover import Prediction
     from kvlab.machine import Machine
 
-__all__ = ["narrow_table", "sentence", "show_machine", "show_predictions", "show_result", "uneven_pace"]
+__all__ = [
+    "bound_by_launches",
+    "narrow_table",
+    "sentence",
+    "show_machine",
+    "show_predictions",
+    "show_result",
+    "uneven_pace",
+]
 
 _UNEVEN = 1.5  # what calibration and measurement may differ by before it is said
+_FAR, _FLAT = 16, 3  # so many times the tokens in so few times the seconds: not their FLOPs
 
 
 def narrow_table(title: str, right: Sequence[str], left: Sequence[str] = ()) -> Table:
@@ -97,8 +106,9 @@ def show_result(record: Mapping[str, Any]) -> None:
     out.print("Reloaded logits equal the resident cache's bit for bit at every length and in every round.\n")
     for tier in record["tiers"]:
         out.print(sentence(tier), markup=False)
-    if warning := uneven_pace(record["tiers"][0]):
-        out.print(f"\n{warning}", markup=False)
+    for warning in (uneven_pace(record["tiers"][0]), bound_by_launches(record)):
+        if warning:
+            out.print(f"\n{warning}", markup=False)
 
 
 def uneven_pace(tier: Mapping[str, Any]) -> str:
@@ -111,6 +121,19 @@ def uneven_pace(tier: Mapping[str, Any]) -> str:
         f"Mind: computing {tokens:,} tokens took {format_s(took_s)} and was predicted to take"
         f" {format_s(predicted_s)}. The machine was slower while it was {when}: other programs, a thermal limit, or a"
         " calibration of another day. Predictions above and machine.json are off by as much; run again when it is idle."
+    )
+
+
+def bound_by_launches(record: Mapping[str, Any]) -> str:
+    """A warning where a GPU took about as long for the longest prefix as for one far shorter, else ""."""
+    gpu, tier = record["provenance"]["facts"].get("gpu"), record["tiers"][0]
+    tokens, times = ([tier[key][end] for end in (0, -1)] for key in ("tokens", "recompute_s"))
+    if not gpu or tokens[1] < _FAR * tokens[0] or times[1] > _FLAT * times[0]:
+        return ""
+    return (
+        f"Mind: {gpu} computes {tokens[1]:,} tokens in {times[1] / times[0]:.1f} times what it takes for {tokens[0]:,}."
+        " Launching kernels is most of the time, and the answer is one about Python and the driver. A larger --model"
+        " shows the GPU."
     )
 
 
