@@ -1,5 +1,6 @@
 """Fits recover the machine that produced the times, and pass through what was measured."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -64,6 +65,24 @@ def test_passes_that_all_take_as_long_as_their_launches_are_predicted_so(longest
         assert fitted.seconds(ARCH, 0, min(tokens, longest)) == pytest.approx(0.009, rel=0.02)
     assert fitted.seconds(ARCH, 4096, 4112) == pytest.approx(0.010, rel=0.15)
     assert fitted.seconds(ARCH, 0, 2 * longest) < 2 * 0.009  # nobody knows how far it stays so
+
+
+def test_attention_that_is_noise_does_not_outgrow_what_was_measured():
+    grid = [*GRID, (2048, 0), (4096, 0), (8192, 0), (16, 16)]
+    noisy = [
+        replace(s, seconds=(s.seconds[0] + {(16, 1024): 250e-6, (128, 1024): 150e-6}.get((s.rows, s.cached), 0.0),))
+        for s in launch_bound(grid)
+    ]
+    fitted = fit_prefill(ARCH, noisy, 35e-6, "bf16")
+    for rows, cached in grid:
+        if not cached:
+            assert fitted.seconds(ARCH, 0, rows) == pytest.approx(0.009, rel=0.02)
+
+
+def test_a_short_text_too_tells_launches_from_attention():
+    grid = [(16, 0), (32, 0), (64, 0), (128, 0), (16, 16), (16, 96)]
+    fitted = fit_prefill(ARCH, launch_bound(grid), 35e-6, "bf16")
+    assert fitted.seconds(ARCH, 0, 512) < 2 * 0.009
 
 
 def test_launches_behind_cached_tokens_are_not_taken_for_attention():

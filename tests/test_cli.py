@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvlab.cli import app
-from kvlab.cli.report import bound_by_launches, uneven_pace
+from kvlab.cli.report import bound_by_launches, sentence, uneven_pace
 from kvlab.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -319,3 +319,9 @@ def test_a_gpu_whose_time_is_launches_is_said(gpu, tokens, took_s, said):
     warning = bound_by_launches(record)
     assert said in warning
     assert bool(said) == bool(warning)
+
+
+def test_reload_may_win_everywhere_though_no_link_speed_ties():
+    tier = {"name": "host RAM", "emulated": False, "crossover_tokens": 0, "crossover_interval": None}
+    said = sentence(tier | {"tokens": [16, 64], "break_even_gb_per_s": [None, None]})
+    assert said == "host RAM: reload wins at every measured length, by less than the two ways scatter."

@@ -43,6 +43,7 @@ TierFactory = Callable[[], Tier]
 _ROWS = (16, 32, 64, 128, 256, 512)
 _CACHED_ROWS = (16, 128, 512)
 _CACHED_TOKENS = 1024
+_FEW_CACHED = 16  # next to nothing to attend to: what is left are launches
 _WHOLE_TOKENS = 1024
 # Long prompts may get another kernel, and a GPU shows in them alone what computing takes; only where they are cheap:
 _LONG_ROWS = {"cpu": (2048,), "cuda": (2048, 4096, 8192)}
@@ -89,7 +90,9 @@ def calibrate(
     if len(tokens) < 64:
         raise ValueError(f"calibration needs at least 64 tokens of text, got {len(tokens)}")
     longest = min(len(tokens), _LONG_ROWS[model.device.type][-1], model.arch.max_positions)
-    with Rig(model, block_size=block_size, max_tokens=longest) as rig:
+    # One prompt of the longest, and later three sequences of some 512 tokens.
+    room = max(longest, max(_DECODE_ROWS) * (min(_DECODE_CACHED[-1], longest) + 1 + block_size))
+    with Rig(model, block_size=block_size, max_tokens=room, tables=1) as rig:
         progress("prefill: linear layers and attention, apart")
         samples = _time_prefill(rig, tokens[:longest], budget_s * 0.7)
         progress("decode: passes of few and of more rows")
@@ -126,11 +129,12 @@ def _time_prefill(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[Pref
     cached = min(_CACHED_TOKENS, len(tokens) // 2) // rig.block_size * rig.block_size
     grid = [(rows, 0) for rows in (*_ROWS, _WHOLE_TOKENS) if rows <= len(tokens)]
     grid += [(rows, cached) for rows in _CACHED_ROWS if cached and cached + rows <= len(tokens)]
-    if cached >= 8 * rig.block_size:
-        grid.append((_CACHED_ROWS[0], rig.block_size))
+    if cached > _FEW_CACHED:
+        grid.append((_CACHED_ROWS[0], _FEW_CACHED))
     table = rig.table(len(tokens))
-    # Warm-up, and real keys behind which the cached passes run. Once more: the first pass of a process loads libraries.
-    warm_s = min(rig.prefill(tokens[: cached + max(_CACHED_ROWS)], table).ttft_s for _ in range(2))
+    # Warm-up, and real keys behind which the cached passes run. On a GPU the first pass loads libraries and kernels.
+    passes = 2 if rig.model.device.type == "cuda" else 1
+    warm_s = min(rig.prefill(tokens[: cached + max(_CACHED_ROWS)], table).ttft_s for _ in range(passes))
     for rows in _LONG_ROWS[rig.model.device.type]:
         passes_s = (
             3 * 2 * warm_s * (rows / 2048) ** 2
@@ -240,7 +244,10 @@ def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float
     if not attention:  # no usable difference: charged at the rate of the linear layers
         _, linear = _fit_linear(arch, times, dict.fromkeys(plain, 0.0), head_s)
         attention.append((1.0, max(rate for _, rate in linear)))
+    # No more than four fifths of any whole prompt: a knot that is noise may not outgrow what was measured.
+    least = {rows: attention_flops(arch, 0, rows) / (0.8 * times[rows, 0]) for rows in plain}
     rates = Curve(tuple(attention))
+    rates = Curve(tuple(sorted((dict(attention) | {n: rate for n, rate in least.items() if rates(n) < rate}).items())))
     fixed_s, linear = _fit_linear(
         arch, times, {rows: attention_flops(arch, 0, rows) / rates(rows) for rows in plain}, head_s
     )
@@ -276,6 +283,8 @@ def _extra_flops(arch: ModelArch, rows: int, cached: int) -> int:
 
 def _launches_s(arch: ModelArch, times: Mapping[tuple[int, int], float], far: int) -> float:
     """What a pass behind cached tokens takes more, however few they are: launches, not attention.
+
+    No part of a `Prefill` has it: passes behind a cache are predicted that much too short.
 
     Where passes of equal rows were timed behind few and behind `far` tokens: the line through both, behind none. 0
     below 5 % of the pass, which is noise.

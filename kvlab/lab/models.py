@@ -32,7 +32,7 @@ def lesson_model(prefix: int, *, say: Callable[[str], None] = print) -> Model:
         f"{prefix:,} tokens take {times:.1f} times as long as {_FEW} on {gpu}: launching kernels is most of the time,"
         " and this lesson is about computing. It runs on the CPU. The GPU: kvlab crossover --device cuda --model LARGER"
     )
-    return load_default_model("cpu", say=say)
+    return load_default_model("cpu", say=lambda _: None)  # what it has to say it has said
 
 
 def growth(model: Model, prefix: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.arch import ModelArch
-from kvlab.experiments.bench.rows import Progress, Row, median_interval
+from kvlab.experiments.bench.rows import Progress, Row, judged, median_interval
 from kvlab.machine import Machine
 from kvlab.records import bootstrap_interval, median
 from kvlab.verdict import decide
@@ -33,7 +33,7 @@ def bench_start(device: str, dtype: str, progress: Progress) -> Iterator[Row]:
     plan = ["plan", "--model", "llama-3.1-8b", "--machine", "h100-sxm-pcie5"]
     yield _seconds_row("kvlab plan, 8B on H100", ["-c", _MAIN, *plan], 1.0)
     progress("the smallest crossover")
-    yield _crossover_row(device, dtype)
+    yield judged(_crossover_row(device, dtype), device, dtype)
     progress("decide")
     for model, machine in (("llama-3.1-8b", "h100-sxm-pcie5"), ("qwen3-8b", "a100-sxm-pcie4")):
         yield _decide_row(model, machine)
