@@ -136,9 +136,7 @@ def _time_prefill(rig: Rig, tokens: Sequence[int], budget_s: float) -> list[Pref
     passes = 2 if rig.model.device.type == "cuda" else 1
     warm_s = min(rig.prefill(tokens[: cached + max(_CACHED_ROWS)], table).ttft_s for _ in range(passes))
     for rows in _LONG_ROWS[rig.model.device.type]:
-        passes_s = (
-            3 * 2 * warm_s * (rows / 2048) ** 2
-        )  # three rounds; 2,048 tokens take some twice as long as the warm-up
+        passes_s = 3 * 2 * warm_s * (rows / 2048) ** 2  # three rounds; 2,048 tokens take some two warm-ups
         if len(tokens) >= rows and passes_s <= _LONG_SHARE * budget_s:
             grid.append((rows, 0))
     seconds: dict[tuple[int, int], list[float]] = {case: [] for case in grid}
@@ -219,14 +217,31 @@ def _time_head(arch: ModelArch, dtype: str, device: torch.device) -> float:
 
 
 def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float, dtype: str) -> Prefill:
-    """Rates from timed passes: attention from what cached tokens add at equal rows, linear from the rest.
-
-    Of long whole prompts: attention is what they take beyond two of half their length. The fixed part is the intercept
-    of the three shortest uncached passes, less attention and the LM head, not below 0; a tenth of each pass at least
-    stays with its FLOPs: where launching kernels takes the time, all lengths take alike and nothing would be left.
-    """
+    """Rates from timed passes: attention by what it adds (`_attention_rates`), linear layers from the rest."""
     times = {(s.rows, s.cached): median(s.seconds) for s in samples}
     plain = sorted(rows for rows, cached in times if cached == 0)
+    attention = _attention_rates(arch, times, plain, head_s)
+    attention_s = {rows: attention_flops(arch, 0, rows) / attention(rows) for rows in plain}
+    fixed_s, linear = _fit_linear(arch, times, attention_s, head_s)
+    return Prefill(
+        per_chunk_s=fixed_s,
+        linear_flops_per_s=Curve(tuple(linear)),
+        attention_flops_per_s=attention,
+        calibrated_on=arch.name,
+        calibrated_shape=arch.shape_digest,
+        dtype=dtype,
+        spread=relative_spread([s.seconds for s in samples]),
+        source="measured",
+    )
+
+
+def _attention_rates(
+    arch: ModelArch, times: Mapping[tuple[int, int], float], plain: Sequence[int], head_s: float
+) -> Curve:
+    """Attention FLOP/s by rows: from what cached tokens add, and what long prompts take beyond two of half the length.
+
+    `plain`: the rows that were timed without cached tokens, in order.
+    """
     far = max(cached for _, cached in times)
     launches_s = _launches_s(arch, times, far)
     attention: list[tuple[float, float]] = []
@@ -247,26 +262,18 @@ def fit_prefill(arch: ModelArch, samples: Sequence[PrefillSample], head_s: float
     # No more than four fifths of any whole prompt: a knot that is noise may not outgrow what was measured.
     least = {rows: attention_flops(arch, 0, rows) / (0.8 * times[rows, 0]) for rows in plain}
     rates = Curve(tuple(attention))
-    rates = Curve(tuple(sorted((dict(attention) | {n: rate for n, rate in least.items() if rates(n) < rate}).items())))
-    fixed_s, linear = _fit_linear(
-        arch, times, {rows: attention_flops(arch, 0, rows) / rates(rows) for rows in plain}, head_s
-    )
-    return Prefill(
-        per_chunk_s=fixed_s,
-        linear_flops_per_s=Curve(tuple(linear)),
-        attention_flops_per_s=rates,
-        calibrated_on=arch.name,
-        calibrated_shape=arch.shape_digest,
-        dtype=dtype,
-        spread=relative_spread([s.seconds for s in samples]),
-        source="measured",
-    )
+    raised = {rows: rate for rows, rate in least.items() if rates(rows) < rate}
+    return Curve(tuple(sorted((dict(attention) | raised).items())))
 
 
 def _fit_linear(
     arch: ModelArch, times: Mapping[tuple[int, int], float], attention_s: Mapping[int, float], head_s: float
 ) -> tuple[float, list[tuple[float, float]]]:
-    """The fixed seconds of a pass, and the linear rate at each of the rows of `attention_s`, which is not theirs."""
+    """The fixed seconds of a pass, and the linear FLOP/s by rows, from what `attention_s` and the LM head leave.
+
+    The fixed part is the intercept of the three shortest passes, not below 0. A tenth of each pass at least stays with
+    its FLOPs: where launching kernels takes the time, all lengths take alike and nothing would be left.
+    """
     rest_s = {rows: times[rows, 0] - head_s - seconds for rows, seconds in attention_s.items()}
     shortest_s = _intercept(list(rest_s.items())[:3])
     fixed_s = max(0.0, min([shortest_s, *(seconds - 0.1 * times[rows, 0] for rows, seconds in rest_s.items())]))
@@ -284,10 +291,9 @@ def _extra_flops(arch: ModelArch, rows: int, cached: int) -> int:
 def _launches_s(arch: ModelArch, times: Mapping[tuple[int, int], float], far: int) -> float:
     """What a pass behind cached tokens takes more, however few they are: launches, not attention.
 
-    No part of a `Prefill` has it: passes behind a cache are predicted that much too short.
-
     Where passes of equal rows were timed behind few and behind `far` tokens: the line through both, behind none. 0
-    below 5 % of the pass, which is noise.
+    below 5 % of the pass, which is noise. No part of a `Prefill` has it: passes behind a cache are predicted that much
+    too short.
     """
     for (rows, near), seconds in times.items():
         if 0 < near < far and (rows, 0) in times and (rows, far) in times:

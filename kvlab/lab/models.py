@@ -1,7 +1,7 @@
 """The model that a lesson computes with: on a GPU where that shows what computing costs, else on the CPU.
 
-A lesson sets the seconds of a prefix's FLOPs against those of its bytes. A small model on a fast GPU takes as long for
-16 tokens as for a thousand, since launching its kernels is all of its time: there is no computing to be seen.
+A lesson sets the seconds of a prefix's FLOPs against those of its bytes. On a fast GPU launching a small model's
+kernels may take longer than they run, for 16 tokens as for a thousand: no computing is to be seen then.
 """
 
 from __future__ import annotations

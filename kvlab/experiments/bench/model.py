@@ -72,10 +72,13 @@ def prefill_row(
         # Recorded, where it can be: the floor has no launches in it.
         layers, record = model.decoder.layers if model.device.type == "cuda" else 1, rig.streams.recorder()
         arms: dict[str, Callable[[], object]] = {"ours": lambda: rig.recompute(ids).ttft_s}
-        alone = {"products": weight_products(model, length)}
-        for part, run in {**alone, "attend": ours_alone, "sdpa": sdpa_alone}.items():
-            whole = partial(_last_of, run, 1 if part in alone else layers)
-            arms[part] = synchronised(whole if record is None else record(whole), model.device)
+        alone: dict[str, Callable[[], Tensor]] = {
+            "products": weight_products(model, length),
+            "attend": partial(_last_of, ours_alone, layers),
+            "sdpa": partial(_last_of, sdpa_alone, layers),
+        }
+        for part, run in alone.items():
+            arms[part] = synchronised(run if record is None else record(run), model.device)
         if peer is not None:
             arms["transformers"] = lambda: peer(ids)
         seconds = interleave(arms, rounds)
